@@ -1,0 +1,106 @@
+"""Every error that gymllm raises on purpose, in one tree.
+
+    GymLLMError
+    ├── ConfigError           (ValueError)    a setting, key, flag or id that can't be used
+    │   └── UnknownNameError                  ... because nothing is called that; says what is close
+    ├── MissingExtraError     (ImportError)   an optional dependency is needed; names its install
+    ├── ModelError            (ValueError)    a model folder, tokenizer or template that can't be used
+    ├── ContextLengthError    (ValueError)    a prompt that leaves the engine no room to generate
+    ├── LedgerError           (ValueError)    an append that would break the token ledger
+    ├── EnvError              (RuntimeError)  an environment broke; the episode ends *failed*
+    │   ├── EnvTimeoutError   (TimeoutError)  ... did not answer within its limit
+    │   ├── EnvTypeError      (TypeError)     ... answered with something of the wrong type
+    │   └── EnvCrashedError                   ... raised, or its worker died
+    ├── EngineError           (RuntimeError)  an inference engine broke; the episode ends *failed*
+    │   └── EngineTimeoutError (TimeoutError)
+    ├── ClosedError           (RuntimeError)  used after it was closed
+    └── RunError              (RuntimeError)  a training run can't go on; what was collected is saved
+
+Each also inherits the built-in in brackets, so handlers written for that keep working. Expected
+endings (a limit hit, an action that can't be read) are data, never exceptions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GymLLMError(Exception):
+    """Root of every error gymllm raises on purpose."""
+
+
+class ConfigError(GymLLMError, ValueError):
+    """A setting, key, flag or id can't be used; the message says what would be."""
+
+
+class UnknownNameError(ConfigError):
+    """Nothing is called that."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        """Builds the message.
+
+        Args:
+            kind: What was looked up, in the user's words ("environment", "config key").
+            name: What they wrote.
+            known: Every name that would have worked.
+            hint: A last sentence: what to do next.
+        """
+        self.kind, self.name, self.known = kind, name, sorted(known)
+        close = difflib.get_close_matches(name, self.known, n=3, cutoff=0.5)
+        if close:
+            tail = f" Did you mean {' or '.join(close)}?"
+        elif self.known:
+            shown = ", ".join(self.known[:12]) + (", ..." if len(self.known) > 12 else "")
+            tail = f" Known: {shown}."
+        else:
+            tail = ""
+        super().__init__(f"Unknown {kind} {name!r}.{tail}{' ' + hint if hint else ''}")
+
+
+class MissingExtraError(GymLLMError, ImportError):
+    """An optional dependency is needed; the message names the command that installs it."""
+
+
+class ModelError(GymLLMError, ValueError):
+    """A model folder, tokenizer or chat template can't be used."""
+
+
+class ContextLengthError(GymLLMError, ValueError):
+    """A prompt leaves the engine no room to generate."""
+
+
+class LedgerError(GymLLMError, ValueError):
+    """An append would break the token ledger's invariants."""
+
+
+class EnvError(GymLLMError, RuntimeError):
+    """An environment broke. Never a reward: the episode ends *failed*."""
+
+
+class EnvTimeoutError(EnvError, TimeoutError):
+    """An environment did not answer within its limit."""
+
+
+class EnvTypeError(EnvError, TypeError):
+    """An environment answered with something of the wrong type."""
+
+
+class EnvCrashedError(EnvError):
+    """An environment raised, or the worker that ran it died."""
+
+
+class EngineError(GymLLMError, RuntimeError):
+    """An inference engine broke. Never a reward: the episode ends *failed*."""
+
+
+class EngineTimeoutError(EngineError, TimeoutError):
+    """An inference engine did not answer within its limit."""
+
+
+class ClosedError(GymLLMError, RuntimeError):
+    """Something was used after it was closed."""
+
+
+class RunError(GymLLMError, RuntimeError):
+    """A training run can't go on. What was collected is saved; the message says where."""

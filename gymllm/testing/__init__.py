@@ -1,0 +1,1 @@
+"""What gymllm's own tests use and third parties may too."""
