@@ -1,0 +1,215 @@
+"""What a run says when it is over: what it took, what it learnt, where the time went, where things are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from gymllm.timeline import Timeline
+from gymllm_trainers.metrics import read_metrics
+from gymllm_trainers.run_folder import RunFolder, warn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How much of one resource's time went to one state."""
+
+    state: str
+    seconds: float
+    percent: float
+    """With one decimal; the percents of a resource add up to exactly 100.0."""
+
+
+def time_shares(timeline: Timeline) -> dict[str, list[Share]]:
+    """Where each resource's time went so far, largest share first (invariant 11).
+
+    Resources that share the part of their name before "/" ("engine/slot 3") are one resource here: the
+    seconds of a state are its mean over them.
+    """
+    totals_s: dict[str, dict[str, float]] = {}
+    counts: dict[str, int] = {}
+    for name, clock in sorted(timeline.clocks.items()):
+        resource = name.split("/")[0]
+        counts[resource] = counts.get(resource, 0) + 1
+        states = totals_s.setdefault(resource, {})
+        for state, seconds in clock.totals_s().items():
+            states[state] = states.get(state, 0.0) + seconds
+    return {
+        resource: _shares({state: s / counts[resource] for state, s in states.items()})
+        for resource, states in totals_s.items()
+    }
+
+
+def _shares(totals_s: Mapping[str, float]) -> list[Share]:
+    whole = sum(totals_s.values())
+    if whole <= 0:
+        return [Share(state=state, seconds=0.0, percent=100.0) for state in list(totals_s)[:1]]
+    # Tenths of a percent by largest remainder, so that the rounded parts still add up to 100.
+    exact = {state: seconds / whole * 1000 for state, seconds in totals_s.items()}
+    tenths = {state: int(value) for state, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda state: exact[state] - tenths[state], reverse=True)
+    for state in by_remainder[: 1000 - sum(tenths.values())]:
+        tenths[state] += 1
+    return [
+        Share(state=state, seconds=totals_s[state], percent=tenths[state] / 10)
+        for state in sorted(totals_s, key=lambda state: -totals_s[state])
+    ]
+
+
+def shares_table(shares: Mapping[str, Sequence[Share]], *, most: int = 5) -> Table:
+    """A table with a row for each state of each resource; past `most` the small ones are one row."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("where the time goes")
+    table.add_column("state")
+    table.add_column("%", justify="right")
+    table.add_column("s", justify="right", style="dim")
+    for resource, states in shares.items():
+        rows = list(states)
+        if len(rows) > most:
+            rest = rows[most - 1 :]
+            other = Share(
+                state=f"{len(rest)} others",
+                seconds=sum(share.seconds for share in rest),
+                percent=round(sum(share.percent for share in rest), 1),
+            )
+            rows = [*rows[: most - 1], other]
+        for place, share in enumerate(rows):
+            table.add_row(
+                Text(resource if place == 0 else "", "bold"),
+                Text(share.state),
+                f"{share.percent:.1f}",
+                f"{share.seconds:.1f}",
+            )
+    return table
+
+
+def print_report(
+    *,
+    folder: RunFolder,
+    timeline: Timeline,
+    elapsed_s: float,
+    headline: str = "",
+    reward_metric: str = "reward/mean",
+    notes: Sequence[str] = (),
+    console: Console | None = None,
+) -> None:
+    """Prints the closing report. Never raises: a run that is over must not fail at its last line.
+
+    Args:
+        folder: The run's folder; only what is there is listed.
+        timeline: The run's timeline.
+        elapsed_s: What the run took.
+        headline: How it ended ("stopped at step 12 by Ctrl-C"); default: finished.
+        reward_metric: Name of the reward in metrics.jsonl.
+        notes: Lines to add ("warm start 31 s, compilation 9 s").
+        console: Where to; default: standard output.
+    """
+    console = console or Console(highlight=False)
+    try:
+        console.print(_report(folder, timeline, elapsed_s, headline, reward_metric, notes))
+    except Exception as error:
+        warn(f"the report can't be printed ({error}); everything is in {folder.path}.")
+
+
+def _report(
+    folder: RunFolder,
+    timeline: Timeline,
+    elapsed_s: float,
+    headline: str,
+    reward_metric: str,
+    notes: Sequence[str],
+) -> Group:
+    records = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    curve = [record[reward_metric] for record in records if reward_metric in record]
+    lines = [Text(f"\n{headline or 'Finished'} in {format_seconds(elapsed_s)}", "bold green")]
+    lines[0].append(f", {len(records)} steps on record", "default not bold")
+    if curve:
+        few = max(1, min(5, len(curve) // 4))
+        start, end = sum(curve[:few]) / few, sum(curve[-few:]) / few
+        lines.append(
+            Text(f"reward {start:.3f} → {end:.3f}")
+            + Text(f"  (mean of the first and the last {few} steps)", "dim")
+        )
+    lines += [Text(note) for note in notes]
+    return Group(*lines, "", shares_table(time_shares(timeline)), "", _artefacts(folder))
+
+
+def _artefacts(folder: RunFolder) -> Table:
+    offline = sorted(folder.wandb.glob("offline-run-*")) if folder.wandb.is_dir() else []
+    checkpoints = sorted(folder.checkpoints.glob("step_*")) if folder.checkpoints.is_dir() else []
+    places: list[tuple[str, Path, str]] = [
+        ("config", folder.config, ""),
+        ("metrics", folder.metrics, ""),
+        ("reward curve", folder.reward_plot, ""),
+        ("trajectories", folder.transcripts, "open in a browser"),
+        ("", folder.trajectories, "all of them, JSON lines"),
+        ("trace", folder.trace, "open at ui.perfetto.dev"),
+        ("W&B", offline[-1] if offline else folder.wandb, "wandb sync" if offline else ""),
+        ("checkpoint", checkpoints[-1] if checkpoints else folder.checkpoints, ""),
+    ]
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.add_column(style="dim")
+    for label, path, hint in places:
+        if path.exists():
+            table.add_row(label, str(path), hint)
+    table.add_row("try it", f"gymllm-eval --model {folder.path}", "")
+    return table
+
+
+def plot_rewards(
+    metrics: Path, image: Path, *, title: str = "", reward_metric: str = "reward/mean"
+) -> bool:
+    """Draws the reward curve of a metrics file as a PNG.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    # Not pyplot: its state is global and tied to the main thread.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = [record for record in read_metrics(metrics) if reward_metric in record]
+    if not records:
+        return False
+    steps = [record["step"] for record in records]
+    rewards = [record[reward_metric] for record in records]
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(steps, rewards, color="#2a78d6", alpha=0.35, linewidth=1, label="each step")
+    axes.plot(steps, _smooth(rewards), color="#2a78d6", linewidth=2, label="smoothed")
+    axes.set(xlabel="step", ylabel=reward_metric, title=title)
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best")
+    figure.savefig(image)
+    return True
+
+
+def _smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
+    """Exponential moving average without the pull towards the first value; NaN is skipped."""
+    smoothed: list[float] = []
+    total = count = 0.0
+    for value in values:
+        if value == value:
+            total = weight * total + (1 - weight) * value
+            count = weight * count + (1 - weight)
+        smoothed.append(total / count if count else value)
+    return smoothed
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration as a person says it: 9.3 s, 2 min 05 s, 3 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
