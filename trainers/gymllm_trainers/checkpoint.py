@@ -128,7 +128,9 @@ class Checkpointer:
 
     def _failure(self, step: int, error: BaseException) -> str:
         latest = self.latest()
-        before = "There is none before it" if latest is None else f"The one of step {latest} is whole"
+        before = (
+            "There is none before it" if latest is None else f"The one of step {latest} is whole"
+        )
         what = "the disk is full" if _says_disk_full(error) else str(error).rstrip(".")
         return (
             f"the checkpoint of step {step} can't be written to {self._folder}: {what}. {before}. "

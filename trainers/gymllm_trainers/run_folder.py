@@ -1,14 +1,14 @@
 """The folder of one run, and files that grow line by line and survive a full disk.
 
-    runs/<name>/
-    ├── config.yaml          the merged configuration; what `--resume` reads
-    ├── metrics.jsonl        one record a step
-    ├── reward.png           the reward curve
-    ├── trajectories/        step_000001.jsonl ...: every episode trained on
-    ├── trajectories.html    the last of them, to read
-    ├── trace.perfetto-trace for ui.perfetto.dev
-    ├── wandb/               Weights & Biases' own files
-    └── checkpoints/         step_000010/ ...
+runs/<name>/
+├── config.yaml          the merged configuration; what `--resume` reads
+├── metrics.jsonl        one record a step
+├── reward.png           the reward curve
+├── trajectories/        step_000001.jsonl ...: every episode trained on
+├── trajectories.html    the last of them, to read
+├── trace.perfetto-trace for ui.perfetto.dev
+├── wandb/               Weights & Biases' own files
+└── checkpoints/         step_000010/ ...
 """
 
 from __future__ import annotations

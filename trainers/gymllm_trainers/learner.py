@@ -1,0 +1,360 @@
+"""The learner: gradients accumulated as groups arrive, one optimizer step when enough have.
+
+The gradient that is accumulated is *unnormalised* (a sum over tokens) and so is the count; they are
+divided once, at the step. So streaming, one batch, any micro-batch split and any packing give the same
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+
+from gymllm.errors import ConfigError
+from gymllm.trajectory import Group, Trajectory
+from gymllm_trainers.advantage import AdvantageName, advantages
+from gymllm_trainers.loss import (
+    CorrectionName,
+    LossName,
+    correction_weight,
+    ppo_clip,
+    reinforce,
+    token_statistics,
+)
+from gymllm_trainers.models.decoder import Decoder, LoRAParam, merge_adapters
+from gymllm_trainers.packing import PackedBatch, Packer, TrainingSequence
+
+Tree = Any
+"""A pytree of arrays: JAX's own functions say no more of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """How the policy is updated."""
+
+    groups_per_step: int = 4
+    """Groups in one optimizer step."""
+    learning_rate: float = 3e-4
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0 to its peak."""
+    adam_b1: float = 0.9
+    """Decay of AdamW's first moment."""
+    adam_b2: float = 0.99
+    """Decay of AdamW's second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """The gradient's global norm is clipped to this."""
+    advantage: AdvantageName = "centred"
+    """centred: reward less the group's mean; grpo: also divided by the group's standard deviation."""
+    loss: LossName = "ppo_clip"
+    """Policy loss of a token."""
+    clip_low: float = 0.2
+    """ppo_clip: how far below 1 the ratio may fall."""
+    clip_high: float = 0.28
+    """ppo_clip: how far above 1 the ratio may rise."""
+    correction: CorrectionName = "decoupled"
+    """decoupled: the ratio is to the policy at the start of the update, and tokens of older policies are
+    weighted by min(ratio to them, correction_cap); off: the ratio is to the policy that made the token."""
+    correction_cap: float = 2.0
+    """Largest weight of the decoupled correction."""
+    zero_variance: Literal["refill", "keep"] = "refill"
+    """refill: a group whose rewards are all equal is counted and replaced by another task; keep: it counts
+    towards groups_per_step, with advantage 0."""
+    rows: int = 8
+    """Rows of a micro-batch."""
+    row_tokens: int = 0
+    """Tokens of a row; 0 is the engine's context length."""
+    head_chunk: int = 512
+    """Tokens whose logits are held at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("groups_per_step", "rows", "head_chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"learner.{name} must be >= 1, got {getattr(self, name)}.")
+        for name in ("learning_rate", "max_grad_norm", "correction_cap"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"learner.{name} must be > 0, got {getattr(self, name)}.")
+
+
+class Sums(NamedTuple):
+    """What a micro-batch adds up to; float32 scalars."""
+
+    loss: Array
+    clipped_low: Array
+    clipped_high: Array
+    entropy: Array
+    kl: Array
+    """k3 from the behaviour policy to this one (Schulman 2020), nats."""
+    gap: Array
+    """|log-probability here - the engine's|, nats."""
+    gap_max: Array
+    weight: Array
+
+
+class LearnerState(NamedTuple):
+    """Everything a checkpoint of the learner holds, and what accumulates towards the next step."""
+
+    trainable: Tree
+    optimizer: Tree
+    gradient: Tree
+    """Unnormalised sum since the last step, float32."""
+
+
+class Learner:
+    """Owns the policy's parameters. One caller at a time; not thread-safe.
+
+    The policy version is the number of optimizer steps taken.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: LearnerConfig,
+        *,
+        row_tokens: int,
+        temperature: float,
+        max_lag: int,
+    ) -> None:
+        """Takes the decoder over.
+
+        Args:
+            decoder: The policy; with adapters, only they are trained.
+            config: How.
+            row_tokens: Tokens of a row; the longest sequence that can be trained on.
+            temperature: The temperature that trajectories are sampled at.
+            max_lag: Oldest token that is trained on, in policy versions behind the current one.
+        """
+        self.config = config
+        self.version = 0
+        self._max_lag = max_lag
+        self._temperature = temperature
+        self._packer = Packer(rows=config.rows, length=row_tokens)
+        wanted = LoRAParam if decoder.adapters is not None else nnx.Param
+        graph, trainable, frozen = nnx.split(decoder, wanted, ...)
+        self._graph, self._frozen = graph, frozen
+        self._optimizer = _optimizer(config)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trainable)
+        self.state = LearnerState(trainable, self._optimizer.init(trainable), zeros)
+        self._accumulate = jax.jit(self._accumulate_rows, donate_argnums=(2,))
+        self._step = jax.jit(self._apply, donate_argnums=(1, 2))
+        self._merge = jax.jit(self._merged)
+        self._sums: list[Sums] = []
+        self._counts = _Counts()
+
+    # ------------------------------------------------------------------ what the run calls
+
+    def add_group(self, group: Group) -> bool:
+        """Adds a group to the next step; whether it counts towards `groups_per_step`."""
+        reward_PG = np.array([group.rewards], np.float32)
+        advantage_PG = advantages(self.config.advantage, reward_PG)
+        flat = bool(np.ptp(reward_PG) == 0)
+        self._counts.zero_variance += flat
+        if flat and self.config.zero_variance == "refill":
+            return False
+        self._counts.groups += 1
+        sequences = [
+            sequence
+            for trajectory, advantage in zip(group.trajectories, advantage_PG[0], strict=True)
+            for sequence in self._sequences(trajectory, float(advantage))
+        ]
+        self.add_sequences(sequences)
+        return True
+
+    def add_sequences(self, sequences: Sequence[TrainingSequence]) -> None:
+        """Adds sequences to the next step; computes the gradient of each micro-batch this fills."""
+        for batch in self._packer.add(sequences):
+            self._add_batch(batch)
+
+    @property
+    def groups(self) -> int:
+        """Groups that count towards the next step."""
+        return self._counts.groups
+
+    def step(self) -> dict[str, float]:
+        """Takes the optimizer step; returns its metrics and starts the next one at version + 1."""
+        for batch in self._packer.flush():
+            self._add_batch(batch)
+        count = max(self._counts.trained, 1.0)
+        trainable, optimizer, gradient, norm = self._step(
+            self.state.trainable, self.state.optimizer, self.state.gradient, np.float32(count)
+        )
+        self.state = LearnerState(trainable, optimizer, gradient)
+        self.version += 1
+        metrics = self._metrics(float(norm), count)
+        self._sums, self._counts = [], _Counts()
+        return metrics
+
+    def weights(self) -> Tree:
+        """The policy's full parameters, adapters merged: what an engine is given."""
+        return self._merge(self.state.trainable, self._frozen)
+
+    # ------------------------------------------------------------------ sequences and counts
+
+    def _sequences(self, trajectory: Trajectory, advantage: float) -> list[TrainingSequence]:
+        oldest = self.version - self._max_lag
+        sequences: list[TrainingSequence] = []
+        for segment in trajectory.segments:
+            mask = segment.mask.astype(np.float32)
+            generated = int(mask.sum())
+            stale = (segment.mask == 1) & (segment.versions < oldest)
+            mask[stale] = 0.0
+            mask[0] = 0.0  # nothing predicts a sequence's first token
+            lag = self.version - segment.versions[segment.mask == 1]
+            self._counts.stale += int(stale.sum())
+            self._counts.lag_sum += int(lag.sum())
+            self._counts.lag_max = max(self._counts.lag_max, int(lag.max(initial=0)))
+            self._counts.generated += generated
+            if mask.any():
+                sequences.append(
+                    TrainingSequence(
+                        ids=segment.ids,
+                        mask=mask,
+                        behaviour=segment.logprobs,
+                        advantage=np.full(len(segment), advantage, np.float32),
+                    )
+                )
+        return sequences
+
+    def _add_batch(self, batch: PackedBatch) -> None:
+        self._counts.trained += batch.trained
+        self._counts.tokens += batch.tokens
+        self._counts.computed += batch.ids.size
+        gradient, sums = self._accumulate(
+            self.state.trainable, self._frozen, self.state.gradient, batch
+        )
+        self.state = self.state._replace(gradient=gradient)
+        self._sums.append(sums)
+
+    def _metrics(self, norm: float, count: float) -> dict[str, float]:
+        counts = self._counts
+        if not self._sums:
+            return {"gradient_norm": norm, "zero_variance_groups": float(counts.zero_variance)}
+        fetched = cast("list[Sums]", jax.device_get(self._sums))
+        total = Sums(*(np.sum(part) for part in zip(*fetched, strict=True)))
+        generated = max(counts.generated, 1)
+        return {
+            "loss": float(total.loss) / count,
+            "gradient_norm": norm,
+            "entropy": float(total.entropy) / count,
+            "clipped_low": float(total.clipped_low) / count,
+            "clipped_high": float(total.clipped_high) / count,
+            "behaviour_kl_k3": float(total.kl) / count,
+            "logprob_gap_mean": float(total.gap) / count,
+            "logprob_gap_max": float(max(part.gap_max for part in fetched)),
+            "correction_weight": float(total.weight) / count,
+            "trained_tokens": float(counts.trained),
+            "train_tokens": float(counts.tokens),
+            "padding_share": 1 - counts.tokens / counts.computed,
+            "zero_variance_groups": float(counts.zero_variance),
+            "lag_mean": counts.lag_sum / generated,
+            "lag_max": float(counts.lag_max),
+            "stale_share": counts.stale / generated,
+        }
+
+    # ------------------------------------------------------------------ what is compiled
+
+    def _accumulate_rows(
+        self, trainable: Tree, frozen: Tree, gradient: Tree, batch: PackedBatch
+    ) -> tuple[Tree, Sums]:
+        value = jax.grad(self._loss, has_aux=True)
+        rows, sums = cast("tuple[Tree, Sums]", value(trainable, frozen, batch))
+        return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), gradient, rows), sums
+
+    def _loss(self, trainable: Tree, frozen: Tree, batch: PackedBatch) -> tuple[Array, Sums]:
+        config = self.config
+        decoder = nnx.merge(self._graph, trainable, frozen)
+        hidden = decoder.hidden(batch.ids, batch.positions, batch.segments)
+        mask_T = batch.mask.reshape(-1)
+        behaviour_T = batch.behaviour.reshape(-1)
+        advantage_T = batch.advantage.reshape(-1)
+        statistics = token_statistics(
+            hidden.reshape(-1, hidden.shape[-1]),
+            decoder.head_DV,
+            batch.target.reshape(-1),
+            mask_T,
+            temperature=self._temperature,
+            chunk=config.head_chunk,
+        )
+        logprob_T = statistics.logprob
+        # One optimizer step per batch: the policy at the start of the update is the policy itself.
+        current_T = jax.lax.stop_gradient(logprob_T)
+        decoupled = config.correction == "decoupled" and config.loss == "ppo_clip"
+        proximal_T = current_T if decoupled else behaviour_T
+        if config.loss == "ppo_clip":
+            token = ppo_clip(
+                logprob_T,
+                proximal_T,
+                advantage_T,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+            )
+        else:
+            token = reinforce(logprob_T, advantage_T)
+        weight_T = (
+            correction_weight(proximal_T, behaviour_T, cap=config.correction_cap)
+            if decoupled
+            else jnp.ones_like(logprob_T)
+        )
+        gap_T = (current_T - behaviour_T) * mask_T
+        total = jnp.sum(token.loss * weight_T * mask_T)
+        sums = Sums(
+            loss=total,
+            clipped_low=jnp.sum(token.clipped_low * mask_T),
+            clipped_high=jnp.sum(token.clipped_high * mask_T),
+            entropy=jnp.sum(statistics.entropy * mask_T),
+            kl=jnp.sum(jnp.exp(gap_T) - 1 - gap_T),
+            gap=jnp.sum(jnp.abs(gap_T)),
+            gap_max=jnp.max(jnp.abs(gap_T)),
+            weight=jnp.sum(weight_T * mask_T),
+        )
+        return total, sums
+
+    def _apply(
+        self, trainable: Tree, optimizer: Tree, gradient: Tree, count: Array
+    ) -> tuple[Tree, Tree, Tree, Array]:
+        mean = jax.tree.map(lambda leaf: leaf / count, gradient)
+        norm = optax.global_norm(mean)
+        updates, optimizer = self._optimizer.update(mean, optimizer, trainable)
+        trainable = optax.apply_updates(trainable, updates)
+        return trainable, optimizer, jax.tree.map(jnp.zeros_like, gradient), norm
+
+    def _merged(self, trainable: Tree, frozen: Tree) -> Tree:
+        return nnx.state(merge_adapters(nnx.merge(self._graph, trainable, frozen)))
+
+
+@dataclass
+class _Counts:
+    """Host-side sums since the last step."""
+
+    groups: int = 0
+    zero_variance: int = 0
+    trained: float = 0.0
+    tokens: int = 0
+    computed: int = 0
+    generated: int = 0
+    stale: int = 0
+    lag_sum: int = 0
+    lag_max: int = 0
+
+
+def _optimizer(config: LearnerConfig) -> optax.GradientTransformation:
+    peak = config.learning_rate
+    schedule: float | Callable[[Any], Any] = (
+        optax.linear_schedule(0.0, peak, config.warmup_steps) if config.warmup_steps else peak
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            schedule, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay
+        ),
+    )
