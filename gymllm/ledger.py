@@ -1,8 +1,8 @@
 """The token ledger: a conversation's exact ids, which only ever grow at the end.
 
 Invariants 1 and 2 hold by construction: there is no way to edit, remove or re-encode a token that
-exists, only two ways to append (what the engine was given, what it returned), and a new segment when a
-template cannot extend its own prefix.
+exists, only two ways to append (what the engine was given, what it returned), and a new segment
+when a template cannot extend its own prefix.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class TokenLedger:
         self._mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._generated = 0
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -60,9 +61,14 @@ class TokenLedger:
         return bool(self._mask) and self._mask[-1] == 1
 
     @property
+    def last_id(self) -> int | None:
+        """Id of the current segment's newest token; None while it is empty."""
+        return self._ids[-1] if self._ids else None
+
+    @property
     def generated(self) -> int:
         """Tokens that the policy generated, over every segment."""
-        return sum(self._mask) + sum(int(s.mask.sum()) for s in self._sealed)
+        return self._generated
 
     def append_context(self, ids: Sequence[int]) -> None:
         """Appends tokens that the policy did not make (mask 0)."""
@@ -78,8 +84,8 @@ class TokenLedger:
 
         Args:
             generation: The engine's answer.
-            prompt_length: How many ids the engine was given, which must be all of the current segment:
-                an answer to any other prompt is refused.
+            prompt_length: How many ids the engine was given, which must be all of the current
+                segment: an answer to any other prompt is refused.
 
         Raises:
             LedgerError: The answer is to another prompt, or its arrays do not fit together.
@@ -101,6 +107,7 @@ class TokenLedger:
             raise LedgerError("a generation came with a policy version below 0.")
         self._ids.extend(generation.token_ids.tolist())
         self._mask.extend([1] * n)
+        self._generated += n
         self._logprobs.extend(generation.logprobs.tolist())
         self._versions.extend(generation.versions.tolist())
 
