@@ -33,7 +33,9 @@ def centred(reward_PG: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     _require_group(reward_PG)
     # The float32 mean of equal numbers can differ from them by one rounding: say zero outright.
     spread = np.ptp(reward_PG, axis=1, keepdims=True)
-    return np.where(spread == 0, 0, reward_PG - reward_PG.mean(axis=1, keepdims=True)).astype(np.float32)
+    return np.where(spread == 0, 0, reward_PG - reward_PG.mean(axis=1, keepdims=True)).astype(
+        np.float32
+    )
 
 
 def grpo(reward_PG: npt.NDArray[np.float32], *, eps: float = 1e-6) -> npt.NDArray[np.float32]:

@@ -1,10 +1,11 @@
 """Checkpoints: arrays by Orbax, the rest as JSON, each complete or absent.
 
     checkpoints/step_00000010/
-    ├── arrays/<key>/   one Orbax tree for each key of `arrays`, so that a model is read without its optimizer
+    ├── arrays/<key>/   an Orbax tree each, so that a model is read without its optimizer
     └── state.json      whatever else a run needs to go on
 
-A checkpoint is written beside and renamed when whole, so a crash at any moment leaves the ones before.
+A checkpoint is written beside and renamed when whole, so a crash at any moment leaves the ones
+before.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
 PyTree: TypeAlias = object
 """Nested containers of arrays, as JAX understands them."""
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 _STEP = re.compile(r"step_(\d{8})")
 
 
 class Checkpointer:
-    """The checkpoints of one run. Saving is synchronous: when `save` returns, the checkpoint counts."""
+    """The checkpoints of one run. When `save` returns, the checkpoint counts."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         """Looks at `folder`, made at the first save, and clears what a crash left half-written.
@@ -108,7 +109,8 @@ class Checkpointer:
 
         Args:
             step: A step of `steps()`.
-            like: Trees of arrays or `jax.ShapeDtypeStruct`s to restore into, by name; only the names
+            like: Trees of arrays or `jax.ShapeDtypeStruct`s to restore into, by name; only the
+            names
                 given are read. Arrays come back with their shapes, dtypes and shardings.
 
         Returns:
@@ -182,7 +184,7 @@ def _check_fit(
 
 
 def _flatten(tree: PyTree) -> dict[str, jax.Array]:
-    """Leaves by path. A flat dict is one form for every kind of tree, in the file as in messages."""
+    """Leaves by path: one form for every kind of tree, in the file as in messages."""
     import jax
 
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)

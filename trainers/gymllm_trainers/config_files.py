@@ -1,7 +1,7 @@
 """YAML files to nested frozen dataclasses and back; every mistake named by its full dotted path.
 
-Knows nothing of training: `gymllm_trainers.config` holds the settings themselves. A field may be a bool,
-int, float, str, path, literal, enum, tuple, mapping, another dataclass, or a union of these.
+Knows nothing of training: `gymllm_trainers.config` holds the settings themselves. A field may be a
+bool, int, float, str, path, literal, enum, tuple, mapping, another dataclass, or a union of these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the scalars of YAML 1.2: `off` is a word, `1e-4` a number; a key twice is an error."""
+    """YAML with YAML 1.2's scalars: `off` is a word, `1e-4` a number; no key comes twice."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (the base class's own attribute)
         first: [
@@ -68,7 +68,7 @@ def read_yaml(path: Path) -> Mapping[str, object]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} can't be read: {error}.") from error
     try:
-        loaded = yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader underneath)
+        loaded = yaml.load(text, _Loader)  # a SafeLoader underneath
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is not YAML: {error}") from error
     if loaded is None:
@@ -104,7 +104,7 @@ def walk_fields(
 
 
 def to_mapping(config: object) -> dict[str, object]:
-    """A dataclass as plain values, in field order, so that `merge` reads it back to an equal one."""
+    """A dataclass as plain values, in field order; `merge` reads it back to an equal one."""
     assert dataclasses.is_dataclass(config)
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
@@ -174,7 +174,8 @@ def _coerce(value: object, annotation: object, path: str, known: Sequence[str]) 
     if origin is typing.Annotated:
         return _coerce(value, arguments[0], path, known)
     if origin in (Union, types.UnionType):
-        # A value that some member takes as it is stays as it is: True is no int where bool is allowed.
+        # A value that some member takes as it is stays as it is: True is no int where bool is
+        # allowed.
         for exact in (True, False):
             for member in arguments:
                 try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 
 from rich.console import Console, ConsoleRenderable, Group
@@ -60,7 +62,8 @@ class RunView:
 class Display:
     """Shows a `RunView` inside a `with` block. Never raises, and costs under a hundredth of a core.
 
-    In a terminal a thread redraws at most four times a second; elsewhere each `step_done` prints a line.
+    In a terminal a thread redraws at most four times a second; elsewhere each `step_done` prints a
+    line.
     """
 
     def __init__(self, view: RunView, *, console: Console | None = None) -> None:
@@ -90,10 +93,9 @@ class Display:
         traceback: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            try:
+            # Nothing here is worth losing a run's last words for.
+            with suppress(Exception):
                 self._live.stop()
-            except Exception:
-                pass  # nothing is worth losing a run's last words for
             self._live = None
 
     def phase(self, phase: str) -> None:
@@ -111,10 +113,9 @@ class Display:
             self._print(step_line(self._view))
 
     def _print(self, line: str) -> None:
-        try:
+        # A closed pipe or an odd encoding must not stop a run.
+        with suppress(Exception):
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-        except Exception:
-            pass  # a closed pipe or an odd encoding must not stop a run
 
     def _elapsed(self) -> str:
         return format_seconds(time.monotonic() - self._view.started_s)
@@ -194,7 +195,7 @@ def sparkline(values: list[float], width: int) -> str:
         return ""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(values), max(values)
     if high == low:
         return _BARS[len(_BARS) // 2] * len(values)

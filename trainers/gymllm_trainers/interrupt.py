@@ -1,8 +1,8 @@
 """Ctrl-C that always ends: the first one asks, 5 seconds or the second one insist.
 
-A training run asks its event loop to cancel, writes a checkpoint and closes what it holds. That takes
-the main thread, which may sit in a compiler or a driver for longer than a person waits; so a thread of
-our own watches for the signal and ends the process when the time is up.
+A training run asks its event loop to cancel, writes a checkpoint and closes what it holds. That
+takes the main thread, which may sit in a compiler or a driver for longer than a person waits; so a
+thread of our own watches for the signal and ends the process when the time is up.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def ends_on_interrupt(
 ) -> Iterator[None]:
     """Guards a block of the main thread: SIGINT and SIGTERM raise KeyboardInterrupt in it, once.
 
-    SIGINT keeps Python's own handler, which asyncio replaces by one that cancels its main task; SIGTERM
-    goes the same way. A second signal, or `grace_s` after the first, ends the process with exit code
-    130 whatever its threads are doing.
+    SIGINT keeps Python's own handler, which asyncio replaces by one that cancels its main task;
+    SIGTERM goes the same way. A second signal, or `grace_s` after the first, ends the process with
+    exit code 130 whatever its threads are doing.
 
     Args:
         grace_s: Seconds from the first signal on.
         exit_now: Ends the process, given the reason; another one for tests.
     """
     exit_now = exit_now or _exit_now
-    # The interpreter writes each signal's number to this socket at once, even while the main thread is
-    # in C code and no Python handler can run.
+    # The interpreter writes each signal's number to this socket at once, even while the main thread
+    # is in C code and no Python handler can run.
     read_end, write_end = socket.socketpair()
     write_end.setblocking(False)
     previous_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)

@@ -268,7 +268,9 @@ class Learner:
     ) -> tuple[Tree, Sums]:
         value = jax.grad(self._loss, has_aux=True)
         rows, sums = cast("tuple[Tree, Sums]", value(trainable, frozen, batch))
-        return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), gradient, rows), sums
+        return jax.tree.map(
+            lambda total, part: total + part.astype(jnp.float32), gradient, rows
+        ), sums
 
     def _loss(self, trainable: Tree, frozen: Tree, batch: PackedBatch) -> tuple[Array, Sums]:
         config = self.config

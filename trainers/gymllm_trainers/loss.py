@@ -80,7 +80,9 @@ def token_statistics(
     _, parts = jax.lax.scan(body, jnp.zeros((), wanted.dtype), order_T.reshape(-1, chunk))
 
     def restore(values: Array) -> Array:
-        scattered = jnp.zeros((tokens,), values.dtype).at[order_T].set(values.reshape(-1), mode="drop")
+        scattered = (
+            jnp.zeros((tokens,), values.dtype).at[order_T].set(values.reshape(-1), mode="drop")
+        )
         return jnp.where(mask_T != 0, scattered, 0.0)
 
     return TokenStatistics(*(restore(part) for part in parts))
@@ -130,9 +132,7 @@ def reinforce(logprob_T: Array, advantage_T: Array) -> TokenLoss:
     return TokenLoss(-advantage_T * logprob_T, nothing_T, nothing_T)
 
 
-def correction_weight(
-    proximal_T: Array, behaviour_T: Array, *, cap: float = 2.0
-) -> Array:
+def correction_weight(proximal_T: Array, behaviour_T: Array, *, cap: float = 2.0) -> Array:
     """min(exp(proximal - behaviour), cap): what the loss of tokens from an older policy is weighted by.
 
     Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641), truncated as in AReaL (arXiv:2505.24298): the

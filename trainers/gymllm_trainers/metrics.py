@@ -1,6 +1,7 @@
 """Where numbers of a run go: JSON lines always, Weights & Biases when wanted.
 
-A step's record is written when the step is over, under the number of steps done by then: the first is 1.
+A step's record is written when the step is over, under the number of steps done by then: the first
+is 1.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class JsonlWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Every record of a metrics file, oldest first; null reads as NaN, a torn last line is left out."""
+    """Every record of a metrics file, oldest first; null is NaN, a torn last line is left out."""
     return [
         {name: math.nan if value is None else value for name, value in record.items()}
         for record in _lines(path)
@@ -100,8 +101,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 class WandbWriter:
     """Sends records to Weights & Biases from a thread of its own, so no step ever waits for it.
 
-    In mode "auto" the run is online when the user has logged in (WANDB_API_KEY, or `wandb login`) and
-    offline otherwise. Whatever goes wrong is said once on the console, and the run goes on without it.
+    In mode "auto" the run is online when the user has logged in (WANDB_API_KEY, or `wandb login`)
+    and offline otherwise. Whatever goes wrong is said once on the console, and the run goes on
+    without it.
     """
 
     def __init__(

@@ -66,7 +66,9 @@ class Packer:
 
     def __init__(self, *, rows: int, length: int) -> None:
         if rows < 1 or length < 2:
-            raise ConfigError(f"a micro-batch needs rows >= 1 and length >= 2, got {rows} x {length}.")
+            raise ConfigError(
+                f"a micro-batch needs rows >= 1 and length >= 2, got {rows} x {length}."
+            )
         self._rows, self._length = rows, length
         self._waiting: list[list[TrainingSequence]] = [[] for _ in range(rows)]
         self._room = [length] * rows

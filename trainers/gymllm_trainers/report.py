@@ -1,4 +1,4 @@
-"""What a run says when it is over: what it took, what it learnt, where the time went, where things are."""
+"""What a run says when it is over: what it took, learnt and spent its time on; where things are."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Share:
 def time_shares(timeline: Timeline) -> dict[str, list[Share]]:
     """Where each resource's time went so far, largest share first (invariant 11).
 
-    Resources that share the part of their name before "/" ("engine/slot 3") are one resource here: the
-    seconds of a state are its mean over them.
+    Resources that share the part of their name before "/" ("engine/slot 3") are one resource here:
+    the seconds of a state are its mean over them.
     """
     totals_s: dict[str, dict[str, float]] = {}
     counts: dict[str, int] = {}
@@ -62,7 +62,7 @@ def _shares(totals_s: Mapping[str, float]) -> list[Share]:
 
 
 def shares_table(shares: Mapping[str, Sequence[Share]], *, most: int = 5) -> Table:
-    """A table with a row for each state of each resource; past `most` the small ones are one row."""
+    """A table, a row for each state of each resource; past `most` the small ones are one row."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("where the time goes")
     table.add_column("state")

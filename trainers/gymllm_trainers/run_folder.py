@@ -123,9 +123,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 class LineFile:
     """Appends whole lines. A full disk loses nothing: lines wait in memory for the next attempt.
 
-    Each line is with the operating system when `write` returns, so `kill -9` loses none. A disk that
-    is full is said once on the console; lines are tried again, in order, at every later write and at
-    `close`. Up to `memory_bytes` wait; past that the newest are dropped and counted. Not thread-safe.
+    Each line is with the operating system when `write` returns, so `kill -9` loses none. A disk
+    that is full is said once on the console; lines are tried again, in order, at every later write
+    and at `close`. Up to `memory_bytes` wait; past that the newest are dropped and counted. Not
+    thread-safe.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from gymllm_trainers.models.config import DecoderConfig
 
@@ -31,7 +32,7 @@ class KVCache(NamedTuple):
     value: Array
 
 
-def init_cache(config: DecoderConfig, *, slots: int, length: int, dtype: jnp.dtype) -> KVCache:
+def init_cache(config: DecoderConfig, *, slots: int, length: int, dtype: DTypeLike) -> KVCache:
     """An empty cache for `slots` conversations of up to `length` tokens."""
     shape = (
         config.num_hidden_layers,
@@ -62,7 +63,7 @@ def linear_shapes(config: DecoderConfig) -> dict[LinearName, tuple[int, int]]:
 class Layers(nnx.Module):
     """Every layer's parameters, stacked: kernels [L, in, out], norms [L, D] or [L, H]."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         count = config.num_hidden_layers
         # Residual branches are scaled down with depth, so that a deep stack starts near identity.
         scales = {"output": 0.02 / (2 * count) ** 0.5, "down": 0.02 / (2 * count) ** 0.5}
@@ -87,7 +88,7 @@ class Adapters(nnx.Module):
         alpha: float,
         linears: tuple[LinearName, ...],
         rngs: nnx.Rngs,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
     ) -> None:
         self.scale = alpha / rank
         self.linears = linears
@@ -110,8 +111,8 @@ class Decoder(nnx.Module):
         config: DecoderConfig,
         *,
         rngs: nnx.Rngs,
-        dtype: jnp.dtype = jnp.dtype("float32"),
-        compute_dtype: jnp.dtype = jnp.dtype("float32"),
+        dtype: DTypeLike = jnp.float32,
+        compute_dtype: DTypeLike = jnp.float32,
         remat: bool = False,
     ) -> None:
         self.config = config
@@ -137,7 +138,12 @@ class Decoder(nnx.Module):
     ) -> None:
         """Adds LoRA adapters that start as the identity."""
         self.adapters = Adapters(
-            self.config, rank=rank, alpha=alpha, linears=linears, rngs=rngs, dtype=self.norm[...].dtype
+            self.config,
+            rank=rank,
+            alpha=alpha,
+            linears=linears,
+            rngs=rngs,
+            dtype=self.norm[...].dtype,
         )
 
     def hidden(self, ids_BT: Array, positions_BT: Array, segments_BT: Array) -> Array:
@@ -203,7 +209,9 @@ class Decoder(nnx.Module):
                 cache.value.at[where].set(value.astype(cache.value.dtype), mode="drop"),
             )
             held = [
-                jax.lax.dynamic_index_in_dim(part, index, keepdims=False).at[slots_R].get(mode="clip")
+                jax.lax.dynamic_index_in_dim(part, index, keepdims=False)
+                .at[slots_R]
+                .get(mode="clip")
                 for part in cache
             ]
             mixed = attention(query, held[0], held[1], visible_RCM)
@@ -233,7 +241,9 @@ class Decoder(nnx.Module):
 
     def _stacked(self) -> dict[str, Array]:
         """Parameters that the layers are scanned over."""
-        stacked = {name: param[...] for name, param in nnx.to_pure_dict(nnx.state(self.layers)).items()}
+        stacked = {
+            name: param[...] for name, param in nnx.to_pure_dict(nnx.state(self.layers)).items()
+        }
         if self.adapters is not None:
             stacked |= nnx.to_pure_dict(nnx.state(self.adapters, LoRAParam))
         return stacked
@@ -275,7 +285,9 @@ def attention(query_BTNH: Array, key_BKMH: Array, value_BKMH: Array, visible_BTM
     batch, tokens, heads, size = query_BTNH.shape
     groups = key_BKMH.shape[1]
     # [B, K, G*T, H]: one matrix product a key-value head instead of one a query head.
-    query = query_BTNH.reshape(batch, tokens, groups, heads // groups, size).transpose(0, 2, 3, 1, 4)
+    query = query_BTNH.reshape(batch, tokens, groups, heads // groups, size).transpose(
+        0, 2, 3, 1, 4
+    )
     query = query.reshape(batch, groups, -1, size) * size**-0.5
     scores = jnp.einsum("bkqh,bkmh->bkqm", query, key_BKMH, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, groups, heads // groups, tokens, -1)
@@ -305,7 +317,9 @@ def _rotate(x: Array, rope: tuple[Array, Array]) -> Array:
     """Rotates the two halves of each head (the hub's layout, not the interleaved one)."""
     cos, sin = rope
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(
+        x.dtype
+    )
 
 
 def merge_adapters(decoder: Decoder) -> Decoder:
