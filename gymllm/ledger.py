@@ -98,8 +98,8 @@ class TokenLedger:
             )
         if not (n == len(generation.logprobs) == len(generation.versions)):
             raise LedgerError(
-                f"a generation of {n} tokens came with {len(generation.logprobs)} log-probabilities and "
-                f"{len(generation.versions)} versions; all three must be equally long."
+                f"a generation of {n} tokens came with {len(generation.logprobs)} log-probabilities "
+                f"and {len(generation.versions)} versions; all three must be equally long."
             )
         if not np.all(np.isfinite(generation.logprobs)):
             raise LedgerError("a generation came with a log-probability that is not finite.")

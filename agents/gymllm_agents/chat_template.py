@@ -21,8 +21,7 @@ from gymllm.errors import ModelError
 from gymllm.trajectory import Message
 
 ToolSchema = Mapping[str, object]
-"""A tool as templates list it: `{"type": "function", "function": {name, description,
-parameters}}`."""
+"""A tool as templates list it: "type" is "function"; "function" has name, description, parameters."""
 
 
 @final
@@ -42,8 +41,10 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
-        functions = cast(dict[str, object], environment.globals)
+        # jinja2 leaves the values' types open.
+        filters = cast(dict[str, object], environment.filters)  # pyright: ignore[reportUnknownMemberType]
+        functions = cast(dict[str, object], environment.globals)  # pyright: ignore[reportUnknownMemberType]
+        filters["tojson"] = _tojson
         functions.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         self.source = source
         self._variables = dict(variables or {})
@@ -83,8 +84,9 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             roles = ", ".join(message.role for message in messages[:8])
             raise ModelError(
-                f"The chat template refuses messages of the roles [{roles}]: {error}. Some templates "
-                "take no system message, or want user and assistant to alternate: change the prompt."
+                f"The chat template refuses messages of the roles [{roles}]: {error}. Some "
+                "templates take no system message, or want user and assistant to alternate: change "
+                "the prompt."
             ) from error
 
     def supports_tools(self) -> bool:

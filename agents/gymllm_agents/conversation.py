@@ -51,8 +51,8 @@ class ConversationConfig:
         for message in self.few_shot:
             if message.role not in ("user", "assistant", "tool"):
                 raise ConfigError(
-                    "agent.few_shot roles must be user, assistant or tool (the system prompt has its "
-                    f"own setting), got {message.role!r}."
+                    "agent.few_shot roles must be user, assistant or tool (the system prompt has "
+                    f"its own setting), got {message.role!r}."
                 )
         if self.few_shot and self.few_shot[-1].role != "assistant":
             raise ConfigError(

@@ -87,8 +87,8 @@ class ScriptedEngine:
         room = self._context_length - len(request.prompt_ids)
         if room < 1:
             raise ContextLengthError(
-                f"The prompt has {len(request.prompt_ids)} tokens, which fills the engine's context of "
-                f"{self._context_length}. Shorten the prompt or raise context_length."
+                f"The prompt has {len(request.prompt_ids)} tokens, which fills the engine's context "
+                f"of {self._context_length}. Shorten the prompt or raise context_length."
             )
         sampling = request.sampling
         prompt = self._codec.decode(request.prompt_ids, skip_special=False)
