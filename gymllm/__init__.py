@@ -1,1 +1,83 @@
-"""To be written."""
+"""Environments for language-model agents: written once, played, evaluated and trained on.
+
+    gymllm  <-  gymllm_envs, gymllm_agents  <-  gymllm_trainers       (imports point left only)
+
+    env.py, spaces.py       Env: async methods, a real gymnasium.Env; Unicode: the space of any text
+    bridge.py               synchronous wrappers on an event loop, async environments without one
+    adapters.py             TextAdapter: any Gymnasium environment in text
+    pool.py, workers/       EnvPool: many at once, no barrier; where they run, what happens when they break
+    task.py, ledger.py      what is played and with which seed; the exact tokens of a conversation
+    engine.py, agent.py     protocols: token ids in, token ids out; observations in, actions out
+    trajectory.py           what an episode leaves behind
+    timeline/               every span of a run
+    registration.py, errors.py, testing/, play.py
+
+Importing it registers every installed environment with Gymnasium and brings neither JAX nor torch.
+"""
+
+from __future__ import annotations
+
+from gymllm.adapters import TextAdapter as TextAdapter
+from gymllm.adapters import textify as textify
+from gymllm.agent import Action as Action
+from gymllm.agent import Agent as Agent
+from gymllm.agent import AgentFactory as AgentFactory
+from gymllm.agent import EpisodeContext as EpisodeContext
+from gymllm.engine import Engine as Engine
+from gymllm.engine import FinishReason as FinishReason
+from gymllm.engine import GenerateRequest as GenerateRequest
+from gymllm.engine import Generation as Generation
+from gymllm.engine import SamplingParams as SamplingParams
+from gymllm.env import Env as Env
+from gymllm.ledger import Segment as Segment
+from gymllm.ledger import TokenLedger as TokenLedger
+from gymllm.pool import EnvPool as EnvPool
+from gymllm.pool import LeasedEnv as LeasedEnv
+from gymllm.registration import load_plugins
+from gymllm.registration import make as make
+from gymllm.spaces import Unicode as Unicode
+from gymllm.task import SeededTasks as SeededTasks
+from gymllm.task import Task as Task
+from gymllm.task import TaskSource as TaskSource
+from gymllm.timeline import Timeline as Timeline
+from gymllm.trajectory import Ending as Ending
+from gymllm.trajectory import Group as Group
+from gymllm.trajectory import Message as Message
+from gymllm.trajectory import Trajectory as Trajectory
+from gymllm.trajectory import Turn as Turn
+from gymllm.workers import PoolStats as PoolStats
+from gymllm.workers import StepResult as StepResult
+
+__all__ = [
+    "Action",
+    "Agent",
+    "AgentFactory",
+    "Ending",
+    "Engine",
+    "Env",
+    "EnvPool",
+    "EpisodeContext",
+    "FinishReason",
+    "GenerateRequest",
+    "Generation",
+    "Group",
+    "LeasedEnv",
+    "Message",
+    "PoolStats",
+    "SamplingParams",
+    "SeededTasks",
+    "Segment",
+    "StepResult",
+    "Task",
+    "TaskSource",
+    "TextAdapter",
+    "Timeline",
+    "TokenLedger",
+    "Trajectory",
+    "Turn",
+    "Unicode",
+    "make",
+    "textify",
+]
+
+load_plugins()

@@ -1,1 +1,30 @@
-"""To be written."""
+"""Environments of gymllm, one module or folder each.
+
+Importing this package, or `gymllm`, registers them with Gymnasium; a module is imported only when one of
+its environments is made. Every id's module has the environment class and `make_vector`, which is what
+`gymnasium.make_vec` calls.
+"""
+
+from __future__ import annotations
+
+import gymnasium
+
+ENVIRONMENTS: dict[str, str] = {
+    "gymllm/FrozenLake-v0": "gymllm_envs.frozen_lake:FrozenLake",
+}
+"""Id to the class that is made for it."""
+
+
+def register() -> None:
+    """Registers every environment that is not registered yet."""
+    for env_id, entry_point in ENVIRONMENTS.items():
+        if env_id not in gymnasium.registry:
+            module, _, _ = entry_point.partition(":")
+            gymnasium.register(
+                id=env_id,
+                entry_point=entry_point,
+                vector_entry_point=f"{module}:make_vector",
+            )
+
+
+register()

@@ -1,0 +1,203 @@
+"""`gymllm/FrozenLake-v0`: Gymnasium's FrozenLake in text, on a new random map each episode.
+
+The state is the grid, one letter a cell and one row a line: `P` the player, `F` ice, `H` a hole, `G` the
+goal. `scripted_action` plays it from that text with a chosen skill, as a baseline and to warm-start a
+model.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import deque
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+
+from gymllm.adapters import TextAdapter
+from gymllm.errors import ConfigError
+from gymllm.pool import EnvPool
+from gymllm.registration import make
+
+ENV_ID = "gymllm/FrozenLake-v0"
+ACTIONS = ("left", "down", "right", "up")
+"""In the order of Gymnasium's action numbers."""
+MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+"""Row and column that each action adds."""
+INSTRUCTIONS = (
+    "Walk from P to G over ice F. Never enter a hole H.\n"
+    "Answer with one word: left, down, right or up."
+)
+FELL = "You fell into a hole."
+REACHED = "You reached the goal."
+LARGEST_SIZE = 32
+
+Grid = list[list[str]]
+
+
+class FrozenLake(TextAdapter):
+    """Gymnasium's FrozenLake-v1 through the text adapter.
+
+    The map is a function of the reset's seed alone; a reset without a seed draws the next map from the
+    generator. Reward 1 at the goal, else 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        is_slippery: bool = False,
+        frozen_probability: float = 0.8,
+        max_turns: int | None = None,
+        invalid_reward: float = 0.0,
+        render_mode: str | None = None,
+    ) -> None:
+        """Makes the lake.
+
+        Args:
+            size: Rows and columns, 2 to 32.
+            is_slippery: Whether a move may go sideways, each side with probability 1/3.
+            frozen_probability: Share of cells that are ice before maps without a path are thrown away,
+                0.5 to 1; at least 0.6 where `size` > 8, because paths through less are too rare.
+            max_turns: Turns after which the episode is truncated; None is 4 times `size`.
+            invalid_reward: Reward of a turn whose action could not be read.
+            render_mode: None or "ansi".
+
+        Raises:
+            ConfigError: A setting is out of its range.
+        """
+        lake = RandomLake(size=size, is_slippery=is_slippery, frozen_probability=frozen_probability)
+        super().__init__(
+            lake,
+            describe=lake.describe,
+            action_names=ACTIONS,
+            instructions=INSTRUCTIONS,
+            invalid_reward=invalid_reward,
+            max_turns=4 * size if max_turns is None else max_turns,
+            render_mode=render_mode,
+        )
+
+
+class RandomLake(gymnasium.Env[int, int]):
+    """Gymnasium's `FrozenLakeEnv`, made anew on a random map at each reset."""
+
+    def __init__(self, *, size: int, is_slippery: bool, frozen_probability: float) -> None:
+        if not 2 <= size <= LARGEST_SIZE:
+            raise ConfigError(f"size must be from 2 to {LARGEST_SIZE}, got {size}.")
+        least = 0.5 if size <= 8 else 0.6
+        if not least <= frozen_probability <= 1:
+            raise ConfigError(
+                f"frozen_probability must be from {least} to 1 for size {size}, "
+                f"got {frozen_probability}."
+            )
+        self.observation_space = spaces.Discrete(size * size)
+        self.action_space = spaces.Discrete(len(ACTIONS))
+        self._size = size
+        self._is_slippery = is_slippery
+        self._frozen_probability = frozen_probability
+        self._map: list[str] = []
+        self._lake: FrozenLakeEnv | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        map_seed, lake_seed = self.np_random.integers(2**31, size=2).tolist()
+        self._map = generate_random_map(self._size, self._frozen_probability, map_seed)
+        self._lake = FrozenLakeEnv(desc=self._map, is_slippery=self._is_slippery)
+        observation, info = self._lake.reset(seed=lake_seed)
+        return observation, info
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        assert self._lake is not None, "Env.step refuses to step before reset"
+        observation, reward, terminated, truncated, info = self._lake.step(action)
+        return observation, float(reward), terminated, truncated, info
+
+    def describe(self, observation: int) -> str:
+        """The grid with the player on it; at the end, how it ended."""
+        row, column = divmod(observation, self._size)
+        cells: Grid = [list(line.replace("S", "F")) for line in self._map]
+        entered, cells[row][column] = cells[row][column], "P"
+        grid = "\n".join(" ".join(line) for line in cells)
+        ending = {"H": f"\n{FELL}", "G": f"\n{REACHED}"}.get(entered, "")
+        return grid + ending
+
+
+def make_vector(
+    num_envs: int,
+    *,
+    worker: str = "inline",
+    **kwargs: Any,
+) -> EnvPool:
+    """`num_envs` lakes in a pool; further arguments are those of `FrozenLake`."""
+    return EnvPool(
+        functools.partial(make, ENV_ID, **kwargs),
+        num_envs,
+        worker=worker,
+    )
+
+
+_GRID = re.compile(r"(?:^[PFHG](?: [PFHG])+$\n?)+", re.MULTILINE)
+
+
+def find_grid(text: str) -> Grid | None:
+    """The last whole grid with a player in a text, or None."""
+    for match in reversed(list(_GRID.finditer(text))):
+        rows = [line.split(" ") for line in match.group().splitlines()]
+        # Two grids that touch (one row a line, no text between them) are told apart by their width.
+        rows = rows[-len(rows[-1]) :]
+        if len({len(row) for row in rows}) == 1 and sum(row.count("P") for row in rows) == 1:
+            return rows
+    return None
+
+
+def optimal_actions(grid: Grid) -> tuple[str, ...]:
+    """Every action that starts a shortest path from P to G without slipping; none if there is no path."""
+    size = len(grid)
+    goal = next(((r, row.index("G")) for r, row in enumerate(grid) if "G" in row), None)
+    start = next((r, row.index("P")) for r, row in enumerate(grid) if "P" in row)
+    if goal is None:
+        return ()
+    distance, queue = {goal: 0}, deque([goal])
+    while queue:
+        row, column = queue.popleft()
+        for down, right in MOVES.values():
+            cell = (row + down, column + right)
+            if (
+                cell not in distance
+                and 0 <= cell[0] < size
+                and 0 <= cell[1] < len(grid[0])
+                and grid[cell[0]][cell[1]] != "H"
+            ):
+                distance[cell] = distance[row, column] + 1
+                queue.append(cell)
+    if start not in distance:
+        return ()
+    return tuple(
+        action
+        for action, (down, right) in MOVES.items()
+        if distance.get((start[0] + down, start[1] + right)) == distance[start] - 1
+    )
+
+
+def scripted_action(prompt_text: str, *, rng: np.random.Generator, skill: float) -> str:
+    """Plays from the last grid in a text.
+
+    Args:
+        prompt_text: Anything with a grid in it: an observation or a whole conversation.
+        rng: All the randomness there is; always drawn from in the same way.
+        skill: Probability, 0 to 1, of an optimal move (any one of them, equally likely); else the move
+            is any of the four, equally likely.
+
+    Returns:
+        One of the four words.
+    """
+    if not 0 <= skill <= 1:
+        raise ConfigError(f"skill must be from 0 to 1, got {skill}.")
+    grid = find_grid(prompt_text)
+    best = optimal_actions(grid) if grid is not None else ()
+    choices = best if rng.random() < skill and best else ACTIONS
+    return choices[int(rng.integers(len(choices)))]

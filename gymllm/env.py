@@ -1,0 +1,135 @@
+"""`Env`: an environment that is written once, with async methods, and is a real `gymnasium.Env`.
+
+Subclasses write `areset`, `astep` and, where something must be released, `aclose`. The synchronous
+`reset`, `step` and `close` that Gymnasium and its wrappers call are here: they run the async methods
+through `gymllm.bridge`, so one object works in a script, a thread, a notebook, and in the pool under any
+stack of wrappers without ever blocking the pool's loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar
+
+import gymnasium
+from gymnasium.error import ResetNeeded
+
+from gymllm.bridge import HomeLoop, finish
+from gymllm.errors import ClosedError
+from gymllm.spaces import Unicode
+
+T = TypeVar("T")
+
+
+class Env(gymnasium.Env[str, str], ABC):
+    """An environment for a language-model agent: text in, text out.
+
+    `self.np_random` is seeded before `areset` is called; draw all randomness from it. Always driven on
+    one event loop (`HomeLoop`), one call at a time.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # as Gymnasium has it
+    waits: bool = True
+    """False promises that the async methods never suspend: the synchronous face then runs them on the
+    spot instead of through an event loop, which is some 20 times cheaper."""
+
+    _home: HomeLoop
+    _running: bool
+    _closed: bool
+    _observation: str
+
+    def __new__(cls, *args: object, **kwargs: object) -> Env:
+        # Here rather than in __init__, so that a subclass need not call super().__init__(); and not on
+        # the class, because a space holds the state of its own generator.
+        self = super().__new__(cls)
+        self.observation_space = Unicode()
+        self.action_space = Unicode()
+        self._home = HomeLoop()
+        self._running = False
+        self._closed = False
+        self._observation = ""
+        return self
+
+    @abstractmethod
+    async def areset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Starts an episode.
+
+        Args:
+            seed: What `self.np_random` was just seeded with, or None: go on with the generator.
+            options: Settings of this episode.
+
+        Returns:
+            The first observation, and whatever else is worth knowing.
+        """
+
+    @abstractmethod
+    async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Takes one action.
+
+        An action that can't be read is answered in the observation, with `info["invalid_action"]` True;
+        raise only when the environment itself is broken.
+
+        Returns:
+            Observation, reward, terminated, truncated and info, as `gymnasium.Env.step`.
+        """
+
+    async def aclose(self) -> None:
+        """Releases what the environment holds; called once, by `close`."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Seeds `np_random` and runs `areset`.
+
+        Raises:
+            ClosedError: After `close`.
+        """
+        self._check_open()
+        super().reset(seed=seed)
+        self._running = False
+        observation, info = self._drive(self.areset(seed=seed, options=options))
+        self._running, self._observation = True, observation
+        return observation, info
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Runs `astep`.
+
+        Raises:
+            ClosedError: After `close`.
+            gymnasium.error.ResetNeeded: Before the first `reset`, or after the episode's end.
+        """
+        self._check_open()
+        if not self._running:
+            raise ResetNeeded(
+                f"{self._name} has no episode to step: it has not been reset, or its last step was "
+                "terminated or truncated. Call reset() first."
+            )
+        self._running = False  # stays so if the step raises or is cancelled: its state is unknown
+        result = self._drive(self.astep(action))
+        observation, _, terminated, truncated, _ = result
+        self._running, self._observation = not (terminated or truncated), observation
+        return result
+
+    def render(self) -> str | None:
+        """The last observation when `render_mode` is "ansi", else None."""
+        return self._observation if self.render_mode == "ansi" else None
+
+    def close(self) -> None:
+        """Runs `aclose`, the first time only."""
+        if not self._closed:
+            self._closed = True
+            self._drive(self.aclose())
+
+    @property
+    def _name(self) -> str:
+        return self.spec.id if self.spec is not None else type(self).__name__
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._name} was used after close(); make a new one.")
+
+    def _drive(self, coroutine: Coroutine[object, object, T]) -> T:
+        return self._home.run(coroutine) if self.waits else finish(coroutine)

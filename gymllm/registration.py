@@ -1,0 +1,91 @@
+"""Environment ids: loading plug-ins that register them, and making an environment from one.
+
+Gymnasium has no plug-in entry point of its own, so gymllm loads the entry-point group `gymllm.envs` when
+it is imported: each names a function without arguments that registers environments.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+import gymnasium
+from gymnasium import error
+
+from gymllm.adapters import TextAdapter, is_text_env
+from gymllm.errors import ConfigError, UnknownNameError
+
+ENTRY_POINT_GROUP = "gymllm.envs"
+
+
+def load_plugins(entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
+    """Calls every plug-in's function. One that fails is named in a warning and left out.
+
+    Args:
+        entry_points: What to load; by default the installed ones of the group `gymllm.envs`.
+    """
+    if entry_points is None:
+        entry_points = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    for entry_point in entry_points:
+        try:
+            entry_point.load()()
+        except Exception as problem:
+            warnings.warn(
+                f"The environments of plug-in {entry_point.name!r} ({entry_point.value}) were not "
+                f"registered: {type(problem).__name__}: {problem}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def check_id(env_id: str) -> None:
+    """Raises if there is no such environment.
+
+    Raises:
+        UnknownNameError: Nothing is registered by that name.
+    """
+    try:
+        gymnasium.spec(env_id.rpartition(":")[2])
+    except error.Error as problem:
+        if ":" not in env_id:  # a module prefix registers only once it is imported, by `make`
+            raise _unknown(env_id) from problem
+
+
+def make(env_id: str, **kwargs: Any) -> gymnasium.Env[str, str]:
+    """Makes any registered environment as a text environment.
+
+    As `gymnasium.make`, but an environment that is not played in text is wrapped in a `TextAdapter`,
+    with its "ansi" picture as the observation where it has one.
+
+    Args:
+        env_id: Gymnasium's id, `module:id` included.
+        **kwargs: As `gymnasium.make` takes them; the rest go to the environment.
+
+    Raises:
+        UnknownNameError: Nothing is registered by that name.
+        ConfigError: The environment does not take these arguments, or needs something that is missing.
+    """
+    env = _make(env_id, kwargs)
+    if is_text_env(env):
+        return env
+    if "render_mode" not in kwargs and "ansi" in (env.metadata.get("render_modes") or ()):
+        env.close()
+        env = _make(env_id, {**kwargs, "render_mode": "ansi"})
+    return TextAdapter(env)
+
+
+def _make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    try:
+        return gymnasium.make(env_id, **kwargs)
+    except (error.UnregisteredEnv, error.DeprecatedEnv, ModuleNotFoundError) as problem:
+        raise _unknown(env_id) from problem
+    except error.DependencyNotInstalled as problem:
+        raise ConfigError(f"{env_id} can't be made: {problem}") from problem
+    except TypeError as problem:
+        raise ConfigError(f"{env_id} can't be made with these arguments: {problem}") from problem
+
+
+def _unknown(env_id: str) -> UnknownNameError:
+    return UnknownNameError("environment", env_id.rpartition(":")[2], gymnasium.registry.keys())
