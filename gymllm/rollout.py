@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -182,7 +182,7 @@ class Rollout:
         self._unfinished.discard(task.index)
 
     @asynccontextmanager
-    async def stream(self) -> AsyncIterator[MemoryObjectReceiveStream[Group]]:
+    async def stream(self) -> AsyncGenerator[MemoryObjectReceiveStream[Group]]:
         """Plays while the `with` block runs; gives the stream of groups, oldest completion first.
 
         Raises:

@@ -11,10 +11,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
 
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
@@ -109,6 +109,19 @@ def to_mapping(config: object) -> dict[str, object]:
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
+def flatten(config: object) -> dict[str, object]:
+    """Every setting by its dotted path, as a plain value."""
+
+    def leaves(mapping: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+        for key, value in mapping.items():
+            if isinstance(value, Mapping) and value:
+                yield from leaves(cast(Mapping[str, object], value), f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(leaves(to_mapping(config), ""))
+
+
 def to_yaml(config: object) -> str:
     """A dataclass as the text of a YAML file that `read_yaml` and `merge` read back."""
     return yaml.dump(to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
@@ -152,7 +165,7 @@ def _merge(base: T, overrides: Mapping[str, object], prefix: str, known: Sequenc
             changes[key] = _merge(current, nested, f"{path}.", known)
         else:
             changes[key] = _convert(value, hints[key], path, known)
-    return cast(T, dataclasses.replace(base, **changes))
+    return cast(T, dataclasses.replace(cast(Any, base), **changes))
 
 
 class _Mismatch(Exception):
@@ -213,9 +226,26 @@ def _coerce(value: object, annotation: object, path: str, known: Sequence[str]) 
             for k, v in value.items()
         }
     nested = _dataclass_of(annotation)
-    if nested is not None and isinstance(value, Mapping):
-        return _merge(nested(), cast(Mapping[str, object], value), f"{path}.", known)
+    if nested is not None:
+        if not isinstance(value, Mapping):
+            raise _Mismatch
+        return _build(nested, cast(Mapping[str, object], value), path)
     return _coerce_scalar(value, annotation)
+
+
+def _build(record_type: type, record: Mapping[str, object], path: str) -> object:
+    """A dataclass that isn't a group of settings but a value, such as an item of a list."""
+    hints = typing.get_type_hints(record_type)
+    for key in record:
+        if key not in hints:
+            raise UnknownNameError(f"key of {path}", key, hints)
+    for field in dataclasses.fields(record_type):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in record:
+            raise ConfigError(f"an item of {path} lacks {field.name!r}; it has {list(record)}.")
+    return record_type(
+        **{key: _convert(value, hints[key], f"{path}.{key}", ()) for key, value in record.items()}
+    )
 
 
 def _coerce_scalar(value: object, annotation: object) -> object:
@@ -238,7 +268,8 @@ def _coerce_scalar(value: object, annotation: object) -> object:
 
 def _dataclass_of(annotation: object) -> type | None:
     """The dataclass that an annotation is, or may be (`Settings | None`)."""
-    for candidate in (annotation, *get_args(annotation)):
+    union = get_origin(annotation) in (Union, types.UnionType, typing.Annotated)
+    for candidate in get_args(annotation) if union else (annotation,):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate
     return None
@@ -287,5 +318,7 @@ def _expected(annotation: object) -> str:
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "one of " + ", ".join(str(member.value) for member in annotation)
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return "a mapping with " + ", ".join(field.name for field in dataclasses.fields(annotation))
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return names.get(cast(type, annotation), "a path" if annotation is Path else str(annotation))

@@ -275,14 +275,16 @@ class Learner:
     def _loss(self, trainable: Tree, frozen: Tree, batch: PackedBatch) -> tuple[Array, Sums]:
         config = self.config
         decoder = nnx.merge(self._graph, trainable, frozen)
-        hidden = decoder.hidden(batch.ids, batch.positions, batch.segments)
-        mask_T = batch.mask.reshape(-1)
-        behaviour_T = batch.behaviour.reshape(-1)
-        advantage_T = batch.advantage.reshape(-1)
+        hidden = decoder.hidden(
+            jnp.asarray(batch.ids), jnp.asarray(batch.positions), jnp.asarray(batch.segments)
+        )
+        mask_T = jnp.asarray(batch.mask).reshape(-1)
+        behaviour_T = jnp.asarray(batch.behaviour).reshape(-1)
+        advantage_T = jnp.asarray(batch.advantage).reshape(-1)
         statistics = token_statistics(
             hidden.reshape(-1, hidden.shape[-1]),
             decoder.head_DV,
-            batch.target.reshape(-1),
+            jnp.asarray(batch.target).reshape(-1),
             mask_T,
             temperature=self._temperature,
             chunk=config.head_chunk,

@@ -100,7 +100,7 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
         ) from error
     try:
         reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise ModelError(
             f"{path} can't be read as GGUF ({error}). It is damaged, only partly downloaded, or "
             "something else."
@@ -165,9 +165,13 @@ class GGUFFile:
         kinds: list[int] = self._get("tokenizer.ggml.token_type", list)
         merges: list[str] = self._get("tokenizer.ggml.merges", list)
         pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-        backend = tokenizers.Tokenizer(
-            models.BPE({token: index for index, token in enumerate(tokens)}, pairs)
-        )
+        try:
+            model = models.BPE({token: index for index, token in enumerate(tokens)}, pairs)
+        except Exception as error:  # the backend raises bare Exception
+            raise ModelError(
+                f"{self.where}: its merges don't fit its tokens ({error}). The file is damaged."
+            ) from error
+        backend = tokenizers.Tokenizer(model)
         self._set_pre_tokenizer(backend)
         backend.decoder = decoders.ByteLevel()
         added = [

@@ -147,6 +147,8 @@ def config_from_hub(settings: Mapping[str, object], *, where: str) -> DecoderCon
             value = float(value)
         if type(value) is not kind:
             raise ModelError(f"{where}: {key} must be of type {kind.__name__}, got {value!r}.")
+        if kind is not bool and value <= 0:
+            raise ModelError(f"{where}: {key} must be positive, got {value!r}.")
         return value  # type: ignore[return-value]  # `type(value) is kind` doesn't narrow a TypeVar
 
     hidden_size, heads = get("hidden_size", int), get("num_attention_heads", int)

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from gymllm.errors import ModelError, UnknownNameError
+from gymllm.errors import ConfigError, ModelError, UnknownNameError
 from gymllm_agents.tokenizer import Tokenizer
 from gymllm_trainers.models import gguf
 from gymllm_trainers.models.config import DecoderConfig
@@ -34,6 +34,7 @@ from gymllm_trainers.models.hub import (
 
 SMOLLM2 = "smollm2"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DTYPES = ("float32", "bfloat16", "float16")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -61,6 +62,7 @@ def load_model(name_or_path: str | Path, *, dtype: DTypeLike = jnp.float32) -> L
 
     Raises:
         ModelError: The model can't be found, read, or computed by our decoder.
+        ConfigError: Not a `dtype` that weights can be kept in.
         MissingExtraError: A package that the model needs is not installed.
         UnknownNameError: No folder, file or model is called that.
     """
@@ -91,6 +93,9 @@ def read_params(source: TensorSource, config: DecoderConfig, *, dtype: DTypeLike
     Raises:
         ModelError: A tensor is missing, of another shape than the config says, or not one of ours.
     """
+    target = jnp.dtype(dtype)
+    if target.name not in _DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {target.name!r}.")
     slots = tensor_slots(config)
     shapes = source.shapes()
     for slot in slots:
@@ -116,7 +121,6 @@ def read_params(source: TensorSource, config: DecoderConfig, *, dtype: DTypeLike
             f"{min(extra)!r}; the model computes something else than config.json says."
         )
 
-    target = jnp.dtype(dtype)
     params: Params = {}
     layers: dict[str, jax.Array] = {}
     for slot in slots:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,8 +78,8 @@ def save_model(
             raise ModelError(f"{target} holds something else than a model: won't overwrite it.")
     dtype = _check(config, params)
 
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial")
+    replaced = target.with_name(f".{target.name}.replaced")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -92,15 +91,15 @@ def save_model(
             target.rename(replaced)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
         raise ModelError(
             f"Could not write the model to {target} ({error}). Free some space there or choose "
             "another folder; nothing was left behind."
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
         shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check(config: DecoderConfig, params: Params) -> str:
