@@ -7,6 +7,7 @@ bool, int, float, str, path, literal, enum, tuple, mapping, another dataclass, o
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 import types
@@ -152,7 +153,9 @@ def _merge(base: T, overrides: Mapping[str, object], prefix: str, known: Sequenc
     for key, value in overrides.items():
         path = f"{prefix}{key}"
         if key not in hints:
-            raise UnknownNameError("config key", path, known, "See gymllm-train --help.")
+            # A clear favourite alone is the better answer; only without one, whatever is near.
+            close = difflib.get_close_matches(path, known, n=1, cutoff=0.85) or known
+            raise UnknownNameError("config key", path, close)
         current = getattr(base, key)
         if dataclasses.is_dataclass(current) and not isinstance(current, type):
             if not isinstance(value, Mapping):

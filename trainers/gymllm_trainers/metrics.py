@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 from urllib.parse import urlparse
 
 from gymllm.errors import ClosedError, MissingExtraError
-from gymllm_trainers.run_folder import LineFile, warn, write_atomically
+from gymllm_trainers.run_folder import LineFile, RunFolder, warn, write_atomically
 
 WandbMode = Literal["auto", "online", "offline", "off"]
 
@@ -34,6 +34,40 @@ class MetricsWriter(Protocol):
     def close(self) -> None:
         """Writes what is left and releases everything. Idempotent."""
         ...
+
+
+def open_metrics(
+    folder: RunFolder,
+    *,
+    name: str,
+    wandb: WandbMode = "auto",
+    project: str = "gymllm",
+    config: Mapping[str, object] | None = None,
+    resume_step: int | None = None,
+) -> MetricsWriters:
+    """The writers of a run.
+
+    Args:
+        folder: The run's folder.
+        name: The run's name.
+        wandb: Whether and how Weights & Biases is told; "auto" leaves it out where it isn't
+        installed.
+        project: Its project.
+        config: The merged configuration, shown there beside the run.
+        resume_step: Steps done by the checkpoint that a run goes on from.
+
+    Raises:
+        MissingExtraError: `wandb` is "online" or "offline", and it isn't installed.
+    """
+    writers: list[MetricsWriter] = [JsonlWriter(folder.metrics, resume_step=resume_step)]
+    if wandb != "off" and not (wandb == "auto" and find_spec("wandb") is None):
+        resume = resume_step is not None
+        writers.append(
+            WandbWriter(
+                folder.path, name=name, project=project, mode=wandb, config=config, resume=resume
+            )
+        )
+    return MetricsWriters(writers)
 
 
 class MetricsWriters:

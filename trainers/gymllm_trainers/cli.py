@@ -1,0 +1,77 @@
+"""The command lines `gymllm-train` and `gymllm-eval`: arguments in, an exit code out.
+
+0    done
+1    the run broke; the message says what to do
+2    a setting, file, model or package that can't be used
+130  ended by Ctrl-C or SIGTERM, within 5 s
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from gymllm.errors import ConfigError, GymLLMError, MissingExtraError, ModelError
+from gymllm_trainers.interrupt import EXIT_INTERRUPTED, ends_on_interrupt, flush_and_exit
+
+
+def train(argv: Sequence[str] | None = None) -> int:
+    """`gymllm-train`.
+
+    Args:
+        argv: Arguments; by default those of the process.
+
+    Returns:
+        The exit code. An interrupted process is ended here instead: its threads aren't waited for.
+    """
+
+    def body(arguments: Sequence[str]) -> None:
+        # Here, not at the top: a mistake in gymllm-eval's flags need not wait for the trainer.
+        from gymllm_trainers.config import load_config
+
+        config = load_config(arguments)
+        from gymllm_trainers.train import run
+
+        run(config)
+
+    return _run(body, argv)
+
+
+def evaluate(argv: Sequence[str] | None = None) -> int:
+    """`gymllm-eval`; as `train`."""
+
+    def body(arguments: Sequence[str]) -> None:
+        from gymllm_trainers.evaluate import load_settings, run
+
+        run(load_settings(arguments))
+
+    return _run(body, argv)
+
+
+def _run(body: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        with ends_on_interrupt():
+            try:
+                body(arguments)
+            except KeyboardInterrupt:
+                # Still inside the guard: flushing to a stuck pipe must not outlive it.
+                flush_and_exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        known = _known(error)
+        if known is None:
+            raise
+        print(f"gymllm: {known}", file=sys.stderr)  # noqa: T201 (a command line speaks)
+        return 2 if isinstance(known, (ConfigError, ModelError, MissingExtraError)) else 1
+    return 0
+
+
+def _known(error: BaseException) -> GymLLMError | None:
+    """The error to show: one of ours, or the first of a group in which all are."""
+    if isinstance(error, GymLLMError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        known = [_known(inner) for inner in error.exceptions]
+        if known and all(inner is not None for inner in known):
+            return known[0]
+    return None

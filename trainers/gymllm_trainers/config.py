@@ -1,0 +1,248 @@
+"""Everything that decides a training run, as nested frozen dataclasses, and where it comes from.
+
+A component's settings sit beside the component; here they come together as `TrainConfig`. A run's
+configuration is the defaults, a YAML file over them, flags over that; `--resume` starts from the
+configuration that the run was saved with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from gymllm.errors import ConfigError
+from gymllm.rollout import RolloutConfig
+from gymllm_agents import ConversationConfig
+from gymllm_trainers.config_files import flatten, merge, read_yaml, to_yaml
+from gymllm_trainers.engine import EngineConfig
+from gymllm_trainers.learner import LearnerConfig
+from gymllm_trainers.metrics import WandbMode
+from gymllm_trainers.run_folder import RunFolder
+from gymllm_trainers.warm_start import WarmStartConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The policy's model."""
+
+    name: str = "tiny"
+    """"tiny", "smollm2", a hub name ("Qwen/Qwen3-0.6B"), a .gguf file, or a folder in the hub's
+    format."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the weights are kept in."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What activations are computed in."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters, which alone are then trained; 0 trains every weight."""
+    lora_alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
+    remat: bool = False
+    """Whether training recomputes activations in the backward pass: slower, with less memory."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ConfigError(f"model.lora_rank must be >= 0, got {self.lora_rank}.")
+        if not self.lora_alpha > 0:
+            raise ConfigError(f"model.lora_alpha must be > 0, got {self.lora_alpha}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSettings:
+    """The environment and its tasks."""
+
+    id: str = "gymllm/FrozenLake-v0"
+    """Any environment that Gymnasium has registered; one that isn't text is adapted."""
+    kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    """Arguments of the environment, all of them: these replace earlier ones."""
+    tasks: int | None = None
+    """How many different tasks there are, played over and over; none is endless."""
+    worker: Literal["inline", "thread"] = "inline"
+    """inline: environments run on the event loop, for those that never block; thread: each in a
+    thread of its own."""
+    reset_timeout_s: float = 60.0
+    """Longest reset, in seconds, the making of the environment included; past it it has failed."""
+    step_timeout_s: float = 60.0
+    """Longest step, in seconds; past it the episode has failed."""
+
+    def __post_init__(self) -> None:
+        if self.tasks is not None and self.tasks < 1:
+            raise ConfigError(f"env.tasks must be >= 1 or none, got {self.tasks}.")
+        for name in ("reset_timeout_s", "step_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"env.{name} must be > 0, got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When the run is saved. It always is at its end and at Ctrl-C."""
+
+    every: int = 20
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = 2
+    """How many of the latest checkpoints stay."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ConfigError(f"checkpoint.every must be >= 0, got {self.every}.")
+        if self.keep < 1:
+            raise ConfigError(f"checkpoint.keep must be >= 1, got {self.keep}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsSettings:
+    """Where numbers go besides metrics.jsonl."""
+
+    wandb: WandbMode = "auto"
+    """Weights & Biases. auto: online if you have logged in, else offline, and off where it isn't
+    installed; online, offline, off: just that."""
+    wandb_project: str = "gymllm"
+    """Its project."""
+    trajectories: bool = True
+    """Whether every trajectory is kept in trajectories/."""
+    display: bool = True
+    """Whether a terminal shows the live display; without it each step is a line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    name: str = ""
+    """The run's name and folder; empty makes one from the environment and the time."""
+    seed: int = 0
+    """Decides tasks, sampling and initial weights."""
+    steps: int = 100
+    """Optimizer steps, those before a resume included."""
+    runs_dir: Path = Path("runs")
+    """Where the folders of runs are."""
+    resume: Path | None = None
+    """Folder of a run to go on with, from its last checkpoint; its own configuration is the base."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    env: EnvSettings = field(default_factory=EnvSettings)
+    agent: ConversationConfig = field(default_factory=ConversationConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"steps must be >= 1, got {self.steps}.")
+        if self.seed < 0:
+            raise ConfigError(f"seed must be >= 0, got {self.seed}.")
+
+
+FIXED_ON_RESUME = (
+    "name",
+    "runs_dir",
+    "seed",
+    "model",
+    "env.id",
+    "env.kwargs",
+    "env.tasks",
+    "agent",
+    "rollout.group_size",
+    "warm_start",
+)
+"""What a run can't change half-way: its checkpoint or its task order would mean something else."""
+
+
+_DESCRIPTION = """Trains a language model on an environment with GRPO.
+
+Without arguments: gymllm's own tiny model on FrozenLake, a few minutes on a laptop. Flags go over
+--config FILE.yaml, which goes over the defaults shown here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CommandLine:
+    """What is on the command line: the settings of a run, and a file with more of them."""
+
+    config: Path | None = None
+    """YAML file with any of these settings; flags go over it."""
+    train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+
+
+def load_config(argv: Sequence[str]) -> TrainConfig:
+    """The configuration that a command line asks for, ready to run: its name is never empty.
+
+    A mistake in a flag, and `--help`, end the program as usual for command lines (`SystemExit`).
+
+    Raises:
+        ConfigError: A key, value or file that can't be used.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    first.add_argument("--resume", type=Path)
+    files, _ = first.parse_known_args(list(argv))
+    base = TrainConfig()
+    saved: TrainConfig | None = None
+    if files.resume is not None:
+        if files.config is not None:
+            raise ConfigError(
+                "--resume goes on with the run's own configuration: leave out --config, and give "
+                "what should change as flags."
+            )
+        saved = merge(base, read_yaml(RunFolder.open(files.resume).config))
+        base = dataclasses.replace(saved, resume=files.resume)
+    elif files.config is not None:
+        base = merge(base, read_yaml(files.config))
+        if base.resume is not None:
+            raise ConfigError(f"{files.config} sets resume: give --resume on the command line.")
+    config = tyro.cli(
+        _CommandLine,
+        args=list(argv),
+        default=_CommandLine(config=files.config, train=base),
+        prog="gymllm-train",
+        description=_DESCRIPTION,
+    ).train
+    if saved is not None:
+        _check_resumable(saved, config)
+        return config
+    return config if config.name else dataclasses.replace(config, name=default_name(config))
+
+
+def open_run_folder(config: TrainConfig) -> RunFolder:
+    """The run's folder: made for a new run, found for a resumed one; the configuration is saved in it.
+
+    Raises:
+        ConfigError: The name is taken, or there is no run to go on with.
+    """
+    if config.resume is None:
+        return RunFolder.create(config.runs_dir, config.name, config_yaml(config))
+    folder = RunFolder.open(config.resume)
+    folder.write_config(config_yaml(config))
+    return folder
+
+
+def config_yaml(config: TrainConfig) -> str:
+    """The configuration as the YAML file that `--config` and `--resume` read back to an equal one."""
+    return to_yaml(dataclasses.replace(config, resume=None))
+
+
+def default_name(config: TrainConfig, now: time.struct_time | None = None) -> str:
+    """A name from the environment and the time: frozenlake-0131-142503."""
+    env = config.env.id.rpartition("/")[2].rpartition(":")[2]
+    env = re.sub(r"-v\d+$", "", env).lower()
+    env = re.sub(r"[^a-z0-9._-]", "-", env).strip("-._") or "run"
+    return f"{env}-{time.strftime('%m%d-%H%M%S', now or time.localtime())}"
+
+
+def _check_resumable(saved: TrainConfig, config: TrainConfig) -> None:
+    before, after = flatten(saved), flatten(config)
+    for path in FIXED_ON_RESUME:
+        for key in sorted(before.keys() | after.keys()):
+            if (key == path or key.startswith(f"{path}.")) and before.get(key) != after.get(key):
+                raise ConfigError(
+                    f"{key} can't change when a run is resumed: it was {before.get(key)!r}, got "
+                    f"{after.get(key)!r}. Leave it out, or start a new run."
+                )
