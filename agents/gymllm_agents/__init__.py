@@ -3,6 +3,8 @@
 tokenizer, chat_template    the model's own files
 chat_format                 what each turn adds, in ids
 conversation                the ledger at work, and the plain agent
+tools, tool_calls           what a model can call, and how it writes that
+tool_agent                  the agent that runs tools inside a turn
 """
 
 from gymllm_agents.chat_format import ChatFormat as ChatFormat
@@ -10,8 +12,20 @@ from gymllm_agents.chat_template import ChatTemplate as ChatTemplate
 from gymllm_agents.conversation import Conversation as Conversation
 from gymllm_agents.conversation import ConversationAgent as ConversationAgent
 from gymllm_agents.conversation import ConversationConfig as ConversationConfig
+from gymllm_agents.conversation import Reply as Reply
 from gymllm_agents.tokenizer import Tokenizer as Tokenizer
 from gymllm_agents.tokenizer_training import train_tokenizer as train_tokenizer
+from gymllm_agents.tool_agent import ToolAgent as ToolAgent
+from gymllm_agents.tool_agent import ToolConfig as ToolConfig
+from gymllm_agents.tool_calls import HermesParser as HermesParser
+from gymllm_agents.tool_calls import ParsedReply as ParsedReply
+from gymllm_agents.tool_calls import ToolCall as ToolCall
+from gymllm_agents.tool_calls import ToolCallParser as ToolCallParser
+from gymllm_agents.tool_calls import UnreadableCall as UnreadableCall
+from gymllm_agents.tools import Tool as Tool
+from gymllm_agents.tools import ToolError as ToolError
+from gymllm_agents.tools import ToolResult as ToolResult
+from gymllm_agents.tools import calculator as calculator
 
 __all__ = [
     "ChatFormat",
@@ -19,6 +33,18 @@ __all__ = [
     "Conversation",
     "ConversationAgent",
     "ConversationConfig",
+    "HermesParser",
+    "ParsedReply",
+    "Reply",
     "Tokenizer",
+    "Tool",
+    "ToolAgent",
+    "ToolCall",
+    "ToolCallParser",
+    "ToolConfig",
+    "ToolError",
+    "ToolResult",
+    "UnreadableCall",
+    "calculator",
     "train_tokenizer",
 ]

@@ -234,6 +234,10 @@ class Tokenizer:
         """
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
+    def copy_backend(self) -> tokenizers.Tokenizer:
+        """A backend of your own with the same vocabulary, for a `Tokenizer` with another template."""
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())
+
     def token_to_id(self, token: str) -> int | None:
         """The id of one token's text; None if there is no such token."""
         return self._backend.token_to_id(token)

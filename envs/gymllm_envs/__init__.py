@@ -10,6 +10,7 @@ from __future__ import annotations
 import gymnasium
 
 ENVIRONMENTS: dict[str, str] = {
+    "gymllm/Arithmetic-v0": "gymllm_envs.arithmetic:Arithmetic",
     "gymllm/FrozenLake-v0": "gymllm_envs.frozen_lake:FrozenLake",
 }
 """Id to the class that is made for it."""

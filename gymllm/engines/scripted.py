@@ -9,7 +9,7 @@ import anyio.lowlevel
 import numpy as np
 
 from gymllm.engine import FinishReason, GenerateRequest, Generation
-from gymllm.errors import ClosedError, ContextLengthError, EngineError
+from gymllm.errors import ContextLengthError, EngineError
 
 Reply = Callable[[str, np.random.Generator], str]
 """A scripted model: the prompt's text (control tokens included) and a generator seeded from
@@ -78,12 +78,11 @@ class ScriptedEngine:
 
         Raises:
             ContextLengthError: The prompt fills the context.
-            EngineError: The function raised.
-            ClosedError: The engine was closed.
+            EngineError: The function raised, or the engine was closed.
         """
         await anyio.lowlevel.checkpoint()
         if self._closed:
-            raise ClosedError("The scripted engine was closed; make a new one.")
+            raise EngineError("The scripted engine was closed; make a new one.")
         room = self._context_length - len(request.prompt_ids)
         if room < 1:
             raise ContextLengthError(
