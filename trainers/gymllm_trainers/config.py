@@ -20,7 +20,8 @@ import tyro
 
 from gymllm.errors import ConfigError
 from gymllm.rollout import RolloutConfig
-from gymllm_agents import ConversationConfig
+from gymllm_agents import ToolConfig
+from gymllm_trainers.build import ToolName
 from gymllm_trainers.config_files import flatten, merge, read_yaml, to_yaml
 from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import LearnerConfig
@@ -81,6 +82,14 @@ class EnvSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgentSettings(ToolConfig):
+    """The agent: what the policy is told, how it answers, what it may call."""
+
+    tools: tuple[ToolName, ...] = ()
+    """What it may call inside a turn; none makes a plain conversation."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """When the run is saved. It always is at its end and at Ctrl-C."""
 
@@ -124,10 +133,10 @@ class TrainConfig:
     runs_dir: Path = Path("runs")
     """Where the folders of runs are."""
     resume: Path | None = None
-    """Folder of a run to go on with, from its last checkpoint; its own configuration is the base."""
+    """Folder of a run to go on with from its last checkpoint, with its own configuration."""
     model: ModelSettings = field(default_factory=ModelSettings)
     env: EnvSettings = field(default_factory=EnvSettings)
-    agent: ConversationConfig = field(default_factory=ConversationConfig)
+    agent: AgentSettings = field(default_factory=AgentSettings)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -212,7 +221,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
 
 
 def open_run_folder(config: TrainConfig) -> RunFolder:
-    """The run's folder: made for a new run, found for a resumed one; the configuration is saved in it.
+    """The run's folder, made or found (`resume`), with the configuration saved in it.
 
     Raises:
         ConfigError: The name is taken, or there is no run to go on with.
@@ -225,7 +234,7 @@ def open_run_folder(config: TrainConfig) -> RunFolder:
 
 
 def config_yaml(config: TrainConfig) -> str:
-    """The configuration as the YAML file that `--config` and `--resume` read back to an equal one."""
+    """The configuration as YAML, which `--config` and `--resume` read back to an equal one."""
     return to_yaml(dataclasses.replace(config, resume=None))
 
 
