@@ -5,12 +5,15 @@ and the agent's text becomes an action by a parser. A text that can't be read as
 the environment and never raises: the agent is told what was wrong and what it may answer.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# Gymnasium's spaces are generic over types that its own annotations leave partly unknown.
+
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import gymnasium
 import numpy as np
@@ -170,10 +173,10 @@ def describe_value(space: AnySpace, value: Any) -> str:
     if isinstance(space, spaces.Discrete):
         return str(int(value))
     if isinstance(space, spaces.Tuple):
-        parts = (describe_value(s, v) for s, v in zip(space.spaces, value, strict=True))
-        return f"({', '.join(parts)})"
+        parts = zip(space.spaces, value, strict=True)
+        return f"({', '.join(describe_value(part, v) for part, v in parts)})"
     if isinstance(space, spaces.Dict):
-        return "\n".join(f"{k}: {describe_value(s, value[k])}" for k, s in space.spaces.items())
+        return "\n".join(f"{k}: {describe_value(p, value[k])}" for k, p in space.spaces.items())
     if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
         return json.dumps(_rounded(np.asarray(value).tolist()))
     return json.dumps(space.to_jsonable([value])[0])
@@ -268,7 +271,7 @@ def _last_json(space: AnySpace, text: str) -> Any:
         starts, kinds = r"(?<![\w.\-])-?\d", (int, float)
     else:
         starts, kinds = r"\[", (list,)
-    decoder, found, end = json.JSONDecoder(), [], 0
+    decoder, found, end = json.JSONDecoder(), list[Any](), 0
     for start in re.finditer(starts, text):
         if start.start() < end:
             continue
@@ -285,28 +288,40 @@ def _last_json(space: AnySpace, text: str) -> Any:
 
 def _from_json(space: AnySpace, value: Any) -> Any:
     if isinstance(space, spaces.Dict):
-        if not isinstance(value, dict) or set(value) != set(space.spaces):
-            raise ValueError(f"The keys must be {', '.join(space.spaces)}.")
-        return {key: _from_json(sub, value[key]) for key, sub in space.spaces.items()}
+        fields = space.spaces
+        if not isinstance(value, dict) or set(cast("dict[str, Any]", value)) != set(fields):
+            raise ValueError(f"The keys must be {', '.join(fields)}.")
+        return {key: _from_json(part, value[key]) for key, part in fields.items()}
     if isinstance(space, spaces.Tuple):
-        if not isinstance(value, list) or len(value) != len(space.spaces):
-            raise ValueError(f"The list must have {len(space.spaces)} parts.")
-        return tuple(_from_json(s, v) for s, v in zip(space.spaces, value, strict=True))
+        parts = space.spaces
+        if not isinstance(value, list) or len(cast("list[Any]", value)) != len(parts):
+            raise ValueError(f"The list must have {len(parts)} parts.")
+        values = cast("list[Any]", value)
+        return tuple(_from_json(part, v) for part, v in zip(parts, values, strict=True))
     if is_text(space):
         return value
     if isinstance(space, spaces.Discrete):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{value!r} is not a whole number.")
         return value
+    return _array_from_json(space, value)
+
+
+def _array_from_json(space: AnySpace, value: Any) -> Any:
     try:
         array = np.asarray(value)
-        if array.dtype.kind not in "iuf":
-            raise ValueError("The list must hold numbers only.")
-        if array.dtype.kind == "f" and np.dtype(space.dtype).kind != "f":
-            raise ValueError("The list must hold whole numbers only.")
-        return array.astype(space.dtype, casting="unsafe")
-    except (TypeError, OverflowError) as error:
-        raise ValueError("The list must hold numbers only.") from error
+    except (ValueError, OverflowError):  # ragged lists
+        array = np.asarray(None)
+    if array.dtype.kind not in "iuf":
+        raise ValueError("The list must hold numbers only, in rows of equal length.")
+    dtype = np.dtype(space.dtype)
+    if array.dtype.kind == "f" and dtype.kind != "f":
+        raise ValueError("The list must hold whole numbers only.")
+    if dtype.kind in "iu" and array.size:
+        range_ = np.iinfo(dtype.name)
+        if array.min() < range_.min or array.max() > range_.max:
+            raise ValueError(f"The action does not lie in {space}.")
+    return array.astype(dtype)
 
 
 def _parts(space: AnySpace) -> Iterable[AnySpace] | None:
@@ -348,7 +363,7 @@ def _json_form(space: AnySpace) -> str:
         fields = (f'"{key}": {_json_form(part)}' for key, part in space.spaces.items())
         return "{" + ", ".join(fields) + "}"
     if isinstance(space, spaces.Tuple):
-        return f"[{', '.join(_json_form(s) for s in space.spaces)}]"
+        return f"[{', '.join(_json_form(part) for part in space.spaces)}]"
     if isinstance(space, spaces.Discrete):
         return f"a whole number from {int(space.start)} to {int(space.start + space.n - 1)}"
     if isinstance(space, spaces.MultiDiscrete):
@@ -369,5 +384,5 @@ def _json_form(space: AnySpace) -> str:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, list):
-        return [_rounded(part) for part in value]
+        return [_rounded(part) for part in cast("list[Any]", value)]
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value

@@ -98,7 +98,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self.pid = os.getpid()
+        self._pid = os.getpid()
+        self._at_end: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -113,14 +114,22 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
+            for callback in self._at_end:
+                callback()
 
     @property
     def is_alive(self) -> bool:
         """Whether the thread still runs in this process (it does not after a fork)."""
-        return self._thread.is_alive() and self.pid == os.getpid()
+        return self._thread.is_alive() and self._pid == os.getpid()
 
-    def stop(self) -> None:
-        """Tells the thread to cancel its tasks and end; returns at once."""
+    def stop(self, at_end: Callable[[], None] | None = None) -> None:
+        """Tells the thread to cancel its tasks and end; returns at once.
+
+        Args:
+            at_end: The last thing that the thread calls.
+        """
+        if at_end is not None:
+            self._at_end.append(at_end)
         with contextlib.suppress(RuntimeError):  # already closed
             self.loop.call_soon_threadsafe(self.loop.stop)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import gymnasium
 from gymnasium.error import ResetNeeded
@@ -39,7 +39,7 @@ class Env(gymnasium.Env[str, str], ABC):
     _closed: bool
     _observation: str
 
-    def __new__(cls, *args: object, **kwargs: object) -> Env:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Here rather than in __init__, so that a subclass need not call super().__init__(); and not on
         # the class, because a space holds the state of its own generator.
         self = super().__new__(cls)

@@ -10,7 +10,8 @@
     ├── EnvError              (RuntimeError)  an environment broke; the episode ends *failed*
     │   ├── EnvTimeoutError   (TimeoutError)  ... did not answer within its limit
     │   ├── EnvTypeError      (TypeError)     ... answered with something of the wrong type
-    │   └── EnvCrashedError                   ... raised, or its worker died
+    │   ├── EnvCrashedError                   ... raised, or its worker died
+    │   └── EnvBatchError                     ... some of a batch; carries what the others answered
     ├── EngineError           (RuntimeError)  an inference engine broke; the episode ends *failed*
     │   └── EngineTimeoutError (TimeoutError)
     ├── ClosedError           (RuntimeError)  used after it was closed
@@ -23,7 +24,7 @@ endings (a limit hit, an action that can't be read) are data, never exceptions.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class GymLLMError(Exception):
@@ -88,6 +89,21 @@ class EnvTypeError(EnvError, TypeError):
 
 class EnvCrashedError(EnvError):
     """An environment raised, or the worker that ran it died."""
+
+
+class EnvBatchError(EnvError):
+    """Some environments of a batch broke; the others' answers are not lost."""
+
+    def __init__(self, message: str, answers: Sequence[object]) -> None:
+        """Keeps the answers.
+
+        Args:
+            message: Which environments broke, and how.
+            answers: One for each environment: what it answered, or its `EnvError`.
+        """
+        super().__init__(message)
+        self.answers = tuple(answers)
+        self.failed = tuple(i for i, a in enumerate(answers) if isinstance(a, EnvError))
 
 
 class EngineError(GymLLMError, RuntimeError):

@@ -4,12 +4,14 @@ Gymnasium's own `Text` lists its characters: it rejects blanks and accents by de
 Unicode listed it pickles to tens of megabytes. `Unicode` only knows a longest length.
 """
 
+# pyright: reportUnknownMemberType=false
+# Gymnasium's functions over spaces are generic over types that its annotations leave partly unknown.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.spaces import utils as space_utils
@@ -73,33 +75,24 @@ def is_text(space: spaces.Space[object]) -> bool:
 # spaces it does not know. A text has no flat array, so flattening leaves it as it is, as for `Graph`.
 
 
-def _batch_differing(different: Sequence[Unicode]) -> spaces.Tuple:
+@vector_utils.batch_differing_spaces.register(Unicode)
+def _batch_differing(different: Sequence[Unicode]) -> spaces.Tuple[Any]:  # pyright: ignore[reportUnusedFunction]  # registered
     return spaces.Tuple(different)
 
 
-def _no_flat_dimension(space: Unicode) -> int:
+@space_utils.flatdim.register(Unicode)
+def _flat_dimension(space: Unicode) -> int:  # pyright: ignore[reportUnusedFunction]  # registered
     raise ValueError(
         f"{space} can't be flattened to an array of numbers: texts have no fixed size."
     )
 
 
-def _itself(space: Unicode) -> Unicode:
+@space_utils.flatten_space.register(Unicode)
+def _flat_space(space: Unicode) -> Any:  # pyright: ignore[reportUnusedFunction]  # registered
     return space
 
 
-def _unchanged(space: Unicode, x: str) -> str:
+@space_utils.flatten.register(Unicode)
+@space_utils.unflatten.register(Unicode)
+def _flat_text(space: Unicode, x: str) -> Any:  # pyright: ignore[reportUnusedFunction]  # registered
     return x
-
-
-def _register() -> None:
-    for function, implementation in (
-        (vector_utils.batch_differing_spaces, _batch_differing),
-        (space_utils.flatdim, _no_flat_dimension),
-        (space_utils.flatten_space, _itself),
-        (space_utils.flatten, _unchanged),
-        (space_utils.unflatten, _unchanged),
-    ):
-        function.register(Unicode, implementation)
-
-
-_register()

@@ -21,7 +21,7 @@ def register() -> None:
     for env_id, entry_point in ENVIRONMENTS.items():
         if env_id not in gymnasium.registry:
             module, _, _ = entry_point.partition(":")
-            gymnasium.register(
+            gymnasium.register(  # pyright: ignore[reportUnknownMemberType]  # its kwargs are a bare dict
                 id=env_id,
                 entry_point=entry_point,
                 vector_entry_point=f"{module}:make_vector",

@@ -5,12 +5,15 @@ goal. `scripted_action` plays it from that text with a chosen skill, as a baseli
 model.
 """
 
+# pyright: reportUnknownMemberType=false
+# FrozenLakeEnv has no annotations; what it returns is cast.
+
 from __future__ import annotations
 
 import functools
 import re
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -19,8 +22,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 
 from gymllm.adapters import TextAdapter
 from gymllm.errors import ConfigError
-from gymllm.pool import EnvPool
-from gymllm.registration import make
+from gymllm.pool import make_pool
 
 ENV_ID = "gymllm/FrozenLake-v0"
 ACTIONS = ("left", "down", "right", "up")
@@ -36,6 +38,10 @@ REACHED = "You reached the goal."
 LARGEST_SIZE = 32
 
 Grid = list[list[str]]
+Start = tuple[int, dict[str, Any]]
+"""What `reset` of a Gymnasium environment with a number as observation returns."""
+Transition = tuple[int, float, bool, bool, dict[str, Any]]
+"""What its `step` returns."""
 
 
 class FrozenLake(TextAdapter):
@@ -81,7 +87,7 @@ class FrozenLake(TextAdapter):
         )
 
 
-class RandomLake(gymnasium.Env[int, int]):
+class RandomLake(gymnasium.Env[Any, Any]):
     """Gymnasium's `FrozenLakeEnv`, made anew on a random map at each reset."""
 
     def __init__(self, *, size: int, is_slippery: bool, frozen_probability: float) -> None:
@@ -101,20 +107,16 @@ class RandomLake(gymnasium.Env[int, int]):
         self._map: list[str] = []
         self._lake: FrozenLakeEnv | None = None
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[int, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         super().reset(seed=seed)
         map_seed, lake_seed = self.np_random.integers(2**31, size=2).tolist()
         self._map = generate_random_map(self._size, self._frozen_probability, map_seed)
         self._lake = FrozenLakeEnv(desc=self._map, is_slippery=self._is_slippery)
-        observation, info = self._lake.reset(seed=lake_seed)
-        return observation, info
+        return cast("Start", self._lake.reset(seed=lake_seed))
 
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int) -> Transition:
         assert self._lake is not None, "Env.step refuses to step before reset"
-        observation, reward, terminated, truncated, info = self._lake.step(action)
-        return observation, float(reward), terminated, truncated, info
+        return cast("Transition", self._lake.step(action))
 
     def describe(self, observation: int) -> str:
         """The grid with the player on it; at the end, how it ended."""
@@ -126,19 +128,8 @@ class RandomLake(gymnasium.Env[int, int]):
         return grid + ending
 
 
-def make_vector(
-    num_envs: int,
-    *,
-    worker: str = "inline",
-    **kwargs: Any,
-) -> EnvPool:
-    """`num_envs` lakes in a pool; further arguments are those of `FrozenLake`."""
-    return EnvPool(
-        functools.partial(make, ENV_ID, **kwargs),
-        num_envs,
-        worker=worker,
-    )
-
+make_vector = functools.partial(make_pool, ENV_ID)
+"""What `gymnasium.make_vec` calls: lakes in a pool."""
 
 _GRID = re.compile(r"(?:^[PFHG](?: [PFHG])+$\n?)+", re.MULTILINE)
 

@@ -16,14 +16,10 @@ from typing import TypeVar, cast
 
 import anyio
 import numpy as np
+from gymnasium.error import ResetNeeded
 
-from gymllm.errors import (
-    ClosedError,
-    EnvCrashedError,
-    EnvError,
-    EnvTimeoutError,
-    EnvTypeError,
-)
+from gymllm.bridge import running_loop
+from gymllm.errors import ClosedError, EnvCrashedError, EnvTimeoutError, EnvTypeError
 from gymllm.workers.worker import Worker
 
 T = TypeVar("T")
@@ -98,7 +94,7 @@ class Slot:
         self._was_built = False
         self._closed = False
         self._scope: anyio.CancelScope | None = None  # of the call in progress
-        self._call_ended = anyio.Event()
+        self._call_ended: anyio.Event | None = None  # of the call in progress or the last one
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, object] | None = None
@@ -119,9 +115,7 @@ class Slot:
                 self._stats.built += 1
                 self._was_built = True
                 await worker.start()
-            return await worker.call(
-                "reset", seed=seed, options=dict(options) if options is not None else None
-            )
+            return await worker.call("reset", seed=seed, options=dict(options) if options else None)
 
         return await self._guarded("reset", self._limits.reset_timeout_s, operation, check_reset)
 
@@ -131,32 +125,39 @@ class Slot:
         Raises:
             EnvError: It broke; the slot is empty and needs a reset.
             ClosedError: The slot was closed, perhaps meanwhile.
+            gymnasium.error.ResetNeeded: The slot is empty.
         """
+        worker = self._made("step")
         self._stats.steps += 1
         return await self._guarded(
-            "step", self._limits.step_timeout_s, lambda: self._call("step", action), check_step
+            "step", self._limits.step_timeout_s, lambda: worker.call("step", action), check_step
         )
 
     async def render(self) -> object:
-        """What the environment's `render` returns."""
+        """What the environment's `render` returns. Raises as `step`."""
+        worker = self._made("render")
         return await self._guarded(
-            "render", self._limits.step_timeout_s, lambda: self._call("render"), lambda value: value
+            "render",
+            self._limits.step_timeout_s,
+            lambda: worker.call("render"),
+            lambda frame: frame,
         )
 
     async def aclose(self) -> None:
         """Cancels the call in progress, which raises `ClosedError`, and closes the environment."""
         self._closed = True
+        deadline = anyio.current_time() + self._limits.close_timeout_s
         if self._scope is not None:
-            ended = self._call_ended = anyio.Event()
             self._scope.cancel()
-            with anyio.move_on_after(self._limits.close_timeout_s, shield=True):
-                await ended.wait()
-        await self._discard()
+        if self._call_ended is not None:
+            with anyio.CancelScope(deadline=deadline, shield=True):
+                await self._call_ended.wait()
+        await self._discard(deadline)
 
-    async def _call(self, method: str, *args: object) -> object:
-        if self._worker is None:
-            raise EnvCrashedError(self._say(method, "there is no environment; reset first"))
-        return await self._worker.call(method, *args)
+    def _made(self, method: str) -> Worker:
+        if self._worker is None and not self._closed:
+            raise ResetNeeded(self._say(method, "there is no environment: call reset() first"))
+        return cast("Worker", self._worker)  # a closed slot's is never called
 
     async def _guarded(
         self,
@@ -165,72 +166,85 @@ class Slot:
         operation: Callable[[], Awaitable[object]],
         check: Callable[[object], T],
     ) -> T:
-        """Runs one call within its limit and turns whatever goes wrong into an `EnvError`."""
+        """Runs one call within its limit; unless it is answered well, the environment is closed."""
         if self._closed:
             raise ClosedError(self._say(method, "the pool is closed"))
-        problem: BaseException | None = None
-        answered, answer = False, None
+        self._call_ended = anyio.Event()
+        healthy = False
         try:
-            with anyio.move_on_after(limit_s) as self._scope:
-                answer = await operation()
-                answered = True
-        except EnvError:
-            raise
-        except (Exception, SystemExit) as error:
-            problem = error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                self._stats.cancelled += 1
-                await self._discard()
-                raise
-            problem = error  # nobody cancelled us: the environment's own code raised it
-        except BaseException:
-            self._stats.cancelled += 1
-            await self._discard()
-            raise
+            answer = check(await self._limited(method, limit_s, operation))
+            healthy = True
+            return answer
+        except EnvTypeError as error:
+            self._stats.type_errors += 1
+            raise EnvTypeError(self._say(method, str(error))) from None
         finally:
-            scope, self._scope = self._scope, None
+            if not healthy:
+                await self._discard(anyio.current_time() + self._limits.close_timeout_s)
             self._call_ended.set()
-        if answered:
-            try:
-                return check(answer)
-            except EnvTypeError as error:
-                self._stats.type_errors += 1
-                await self._discard()
-                raise EnvTypeError(self._say(method, str(error))) from None
-        await self._discard()
-        if self._closed:
-            raise ClosedError(self._say(method, "the pool was closed meanwhile")) from problem
-        if scope is not None and scope.cancel_called:
-            self._stats.timeouts += 1
-            raise EnvTimeoutError(
-                self._say(method, f"no answer within {limit_s:g} s; raise the limit or mend it")
-            ) from problem
-        self._stats.crashes += 1
-        raise EnvCrashedError(
-            self._say(method, f"raised {type(problem).__name__}: {problem}")
-        ) from problem
 
-    async def _discard(self) -> None:
-        """Closes the environment, within its limit and come what may."""
+    async def _limited(
+        self, method: str, limit_s: float, operation: Callable[[], Awaitable[object]]
+    ) -> object:
+        """Runs one call within its limit and says by the exception's type how it ended."""
+        problem: BaseException
+        cancellations = _cancellations()
+        with anyio.CancelScope(deadline=anyio.current_time() + limit_s) as scope:
+            self._scope = scope
+            try:
+                return await operation()
+            except (Exception, SystemExit) as error:
+                if not scope.cancel_called and _cancellations() > cancellations:
+                    # It answered its caller's cancellation with an exception of its own.
+                    self._stats.cancelled += 1
+                    raise asyncio.CancelledError from error
+                problem = error
+            except BaseException as error:
+                stray = isinstance(error, asyncio.CancelledError) and (
+                    _cancellations()
+                    == cancellations  # nobody cancelled us: the environment raised it
+                )
+                if scope.cancel_called or not stray:
+                    self._stats.cancelled += not scope.cancel_called
+                    raise
+                problem = error
+            finally:
+                self._scope = None
+            if (
+                not scope.cancel_called
+            ):  # else it is the cancellation that the environment raised from
+                self._stats.crashes += 1
+                raise EnvCrashedError(
+                    self._say(method, f"raised {type(problem).__name__}: {problem}")
+                ) from problem
+        if self._closed:
+            raise ClosedError(self._say(method, "the pool was closed meanwhile"))
+        self._stats.timeouts += 1
+        raise EnvTimeoutError(self._say(method, f"no answer within {limit_s:g} s"))
+
+    async def _discard(self, deadline: float) -> None:
+        """Closes the environment, by the deadline and come what may."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
-        if worker.is_lost:
-            self._stats.abandoned_threads += 1
+        self._stats.abandoned_threads += worker.is_lost
         ended = False
-        with anyio.move_on_after(self._limits.close_timeout_s, shield=True):
+        with anyio.CancelScope(deadline=deadline, shield=True):
             try:
                 await worker.aclose()
                 ended = True
             except (Exception, SystemExit) as error:
                 log.warning("%s", self._say("close", f"raised {type(error).__name__}: {error}"))
-        if not ended:
-            self._stats.close_failures += 1
+        self._stats.close_failures += not ended
 
     def _say(self, method: str, what: str) -> str:
         return f"{self._env_id}: {method}: {what} (slot {self.index})."
+
+
+def _cancellations() -> int:
+    """How often the current asyncio task was asked to cancel; 0 elsewhere."""
+    task = asyncio.current_task() if running_loop() is not None else None
+    return task.cancelling() if task is not None else 0
 
 
 def check_reset(answer: object) -> tuple[str, dict[str, object]]:

@@ -20,7 +20,8 @@ from gymllm.workers.worker import MakeEnv
 
 CANCEL_GRACE_S = 0.1
 """How long a cancelled call may take to clean up before its thread counts as lost."""
-JOIN_LIMIT_S = 1.0
+STOP_LIMIT_S = 1.0
+"""How long an idle thread may take to end."""
 
 
 class ThreadWorker:
@@ -49,9 +50,20 @@ class ThreadWorker:
             if not self.is_lost:
                 await self._run("close")
         finally:
-            self._thread.stop()
-            if not self.is_lost:
-                self._thread.join(JOIN_LIMIT_S)
+            await self._stop()
+
+    async def _stop(self) -> None:
+        home, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the pool's loop is closed: nobody waits
+                home.call_soon_threadsafe(ended.set)
+
+        self._thread.stop(tell)
+        if not self.is_lost:
+            with anyio.move_on_after(STOP_LIMIT_S, shield=True):
+                await ended.wait()
+                self._thread.join(STOP_LIMIT_S)  # it has just called us as its last act
 
     async def _serve(self, what: str, *args: Any, **kwargs: Any) -> object:
         """In the thread: does one thing with the environment."""
