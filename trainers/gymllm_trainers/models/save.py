@@ -86,7 +86,7 @@ def save_model(
         _write_weights(partial, config, params, dtype, max_shard_bytes)
         _write_json(partial / "config.json", config_to_hub(config, dtype=dtype))
         _write_json(partial / "generation_config.json", _generation_config(tokenizer))
-        tokenizer.save(partial)
+        _write_tokenizer(partial, tokenizer)
         if target.exists():
             target.rename(replaced)
         partial.rename(target)
@@ -170,6 +170,13 @@ def _write_weights(
     if len(counts) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    try:
+        tokenizer.save(folder)
+    except Exception as error:  # what the tokenizers package raises when a write fails
+        raise OSError(str(error)) from error
 
 
 def _generation_config(tokenizer: Tokenizer) -> dict[str, object]:
