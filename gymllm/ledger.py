@@ -21,7 +21,10 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """One training sequence: ids and what is known of each. All arrays have shape [T]."""
+    """One training sequence: ids and what is known of each.
+
+    All arrays have shape [T]; those that a ledger makes are read-only.
+    """
 
     ids: IntArray
     """Token ids, exactly as the engine saw and returned them."""
@@ -72,7 +75,7 @@ class TokenLedger:
 
     def append_context(self, ids: Sequence[int]) -> None:
         """Appends tokens that the policy did not make (mask 0)."""
-        if any(i < 0 for i in ids):
+        if len(ids) and min(ids) < 0:
             raise LedgerError(f"token ids must be >= 0, got {min(ids)}.")
         self._ids.extend(int(i) for i in ids)
         self._mask.extend([0] * len(ids))
@@ -103,6 +106,10 @@ class TokenLedger:
             )
         if not np.all(np.isfinite(generation.logprobs)):
             raise LedgerError("a generation came with a log-probability that is not finite.")
+        if n == 0:
+            raise LedgerError("a generation must have at least one token, got none.")
+        if np.any(generation.token_ids < 0):
+            raise LedgerError(f"token ids must be >= 0, got {int(generation.token_ids.min())}.")
         if np.any(generation.versions < 0):
             raise LedgerError("a generation came with a policy version below 0.")
         self._ids.extend(generation.token_ids.tolist())
@@ -122,9 +129,12 @@ class TokenLedger:
         return (*self._sealed, self._snapshot()) if self._ids else tuple(self._sealed)
 
     def _snapshot(self) -> Segment:
-        return Segment(
+        segment = Segment(
             ids=np.array(self._ids, np.int32),
             mask=np.array(self._mask, np.int32),
             logprobs=np.array(self._logprobs, np.float32),
             versions=np.array(self._versions, np.int32),
         )
+        for array in (segment.ids, segment.mask, segment.logprobs, segment.versions):
+            array.flags.writeable = False
+        return segment

@@ -75,7 +75,7 @@ class Tokenizer:
         self._every_special = _any_of(
             content for content, (_, token) in self._controls.items() if token.special
         )
-        self._plain = _without(backend, self._control_ids)
+        self._plain_backend, self._renumbered = _without(backend, self._control_ids)
 
     @staticmethod
     def from_folder(path: str | Path) -> Tokenizer:
@@ -180,12 +180,12 @@ class Tokenizer:
         """
         if allow_special:
             return self._backend.encode(text, add_special_tokens=False).ids
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = self._plain(text)
         if self._control_ids.isdisjoint(ids):
             return ids
         # The model's own vocabulary holds the token as an ordinary piece: keep it from forming.
         parts = _broken(text, self._every_control)
-        return [i for part in parts for i in self._plain.encode(part, add_special_tokens=False).ids]
+        return [i for part in parts for i in self._plain(part)]
 
     def defuse(self, text: str, *, fuse: str, keep_markup: bool = False) -> str:
         """`text` with `fuse` put inside everything that would be read as a control token.
@@ -246,6 +246,10 @@ class Tokenizer:
         """Whether an id is a control token."""
         return token_id in self._control_ids
 
+    def _plain(self, text: str) -> list[int]:
+        ids = self._plain_backend.encode(text, add_special_tokens=False).ids
+        return [self._renumbered.get(i, i) for i in ids] if self._renumbered else ids
+
     def _id_of(self, token: str, what: str) -> int:
         index = self._backend.token_to_id(token)
         if index is None:
@@ -262,12 +266,18 @@ def _any_of(contents: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(content) for content in ordered) if ordered else r"(?!)")
 
 
-def _without(backend: tokenizers.Tokenizer, dropped: frozenset[int]) -> tokenizers.Tokenizer:
-    """A copy of `backend` that does not know the added tokens `dropped`."""
+def _without(
+    backend: tokenizers.Tokenizer, dropped: frozenset[int]
+) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+    """A copy of `backend` without some added tokens, and what it made of the ids of the others."""
     state = cast(dict[str, object], json.loads(backend.to_str()))
     added = cast(list[dict[str, object]], state.get("added_tokens") or [])
     state["added_tokens"] = [token for token in added if token["id"] not in dropped]
-    return tokenizers.Tokenizer.from_str(json.dumps(state))
+    copy = tokenizers.Tokenizer.from_str(json.dumps(state))
+    # Added tokens are numbered anew, without a gap where one was dropped.
+    before = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
+    after = {i: before[token.content] for i, token in copy.get_added_tokens_decoder().items()}
+    return copy, {now: was for now, was in after.items() if now != was}
 
 
 def _broken(text: str, pattern: re.Pattern[str]) -> Iterator[str]:

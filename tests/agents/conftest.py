@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from gymllm_agents import Tokenizer, train_tokenizer
 
 from gymllm.agent import AgentFactory, EpisodeContext
 from gymllm.engine import FinishReason, GenerateRequest, Generation
 from gymllm.engines import ScriptedEngine
 from gymllm.timeline import Timeline
+from gymllm_agents import Tokenizer, train_tokenizer
 
 TEXTS = [
     "What is 12 + 7? The answer is 19.",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gymllm_agents import ChatFormat, ConversationAgent, ConversationConfig
 
 from gymllm.errors import ConfigError, EngineError, ModelError
 from gymllm.ledger import NO_VERSION
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Message
+from gymllm_agents import ChatFormat, ConversationAgent, ConversationConfig
 
 OBSERVATIONS = [
     "What is 12 + 7?",
@@ -254,7 +254,7 @@ async def test_dropped_thoughts_start_a_segment(with_template, scripted, start, 
 @pytest.mark.parametrize("template", ["thinking", "moving"])
 def test_a_rewriting_template_is_refused_on_request(template, with_template):
     config = ConversationConfig(system_prompt="play", on_rewrite="error")
-    with pytest.raises(ModelError, match='on_rewrite is "error".*Set it to "segment"'):
+    with pytest.raises(ModelError, match=r'on_rewrite is "error".*Set it to "segment"'):
         ConversationAgent.factory(with_template(template), config)
 
 
@@ -271,7 +271,7 @@ def test_a_missing_chat_template_says_what_to_do(with_template):
 
 
 def test_a_template_that_refuses_the_system_prompt_says_so(with_template):
-    with pytest.raises(ModelError, match="no system role.*change the prompt"):
+    with pytest.raises(ModelError, match=r"no system role.*change the prompt"):
         ConversationAgent.factory(with_template("strict"), ConversationConfig(system_prompt="x"))
 
 

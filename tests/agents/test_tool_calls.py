@@ -1,0 +1,95 @@
+"""The Hermes form: what it reads, what it tells, and that nothing breaks it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gymllm_agents import HermesParser, ToolCall, UnreadableCall
+
+PARSER = HermesParser()
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_a_reply_without_calls_is_text():
+    reply = PARSER.parse(" 42 ")
+    assert (reply.text, reply.calls) == ("42", ())
+
+
+def test_calls_and_text_around_them():
+    reply = PARSER.parse(f"Let me see. {CALL}\n{CALL.replace('add', 'sub')} Done.")
+    assert reply.text == "Let me see. \n Done."
+    assert reply.calls == (
+        ToolCall(name="add", arguments={"a": 1}),
+        ToolCall(name="sub", arguments={"a": 1}),
+    )
+
+
+def test_a_call_that_lacks_only_its_end_is_read():
+    assert PARSER.parse(CALL.removesuffix("</tool_call>")).calls == PARSER.parse(CALL).calls
+
+
+def test_arguments_may_be_left_out():
+    assert PARSER.parse('<tool_call>{"name": "now"}</tool_call>').calls == (
+        ToolCall(name="now", arguments={}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("inside", "problem"),
+    [
+        ("nonsense", "not JSON"),
+        ("", "not JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"arguments": {}}', 'no "name"'),
+        ('{"name": 3}', 'no "name"'),
+        ('{"name": "add", "arguments": [1]}', '"arguments" of a tool call must be'),
+        ("[" * 100_000, "not JSON"),
+        ('{"a":' * 100_000, "not JSON"),
+        ("9" * 10_000, "not JSON"),
+    ],
+)
+def test_an_unreadable_call_says_why(inside, problem):
+    (call,) = PARSER.parse(f"<tool_call>{inside}</tool_call>").calls
+    assert isinstance(call, UnreadableCall)
+    assert problem in call.problem
+    assert len(call.problem) < 200
+
+
+def test_a_cut_call_says_that_its_end_is_missing():
+    (call,) = PARSER.parse('<tool_call>{"name": "ad').calls
+    assert isinstance(call, UnreadableCall)
+    assert "</tool_call> is missing" in call.problem
+
+
+def test_calls_keep_the_order_they_were_written_in():
+    kinds = [type(c) for c in PARSER.parse(f"{CALL}<tool_call>?</tool_call>{CALL}").calls]
+    assert kinds == [ToolCall, UnreadableCall, ToolCall]
+
+
+def test_no_text_breaks_the_parser():
+    rng = np.random.default_rng(0)
+    pieces = [
+        PARSER.OPEN,
+        PARSER.CLOSE,
+        "{",
+        "}",
+        '"name"',
+        ":",
+        '"a"',
+        ",",
+        '"arguments"',
+        "x",
+        "é\n",
+    ]
+    for _ in range(3000):
+        text = "".join(rng.choice(pieces, size=rng.integers(0, 15)))
+        for call in PARSER.parse(text).calls:
+            assert isinstance(call, ToolCall | UnreadableCall)
+
+
+def test_instructions_name_tools_and_form():
+    schema = {"type": "function", "function": {"name": "add"}}
+    text = PARSER.instructions([schema])
+    assert '{"name": "add"}' in text
+    assert PARSER.OPEN in text
