@@ -22,7 +22,7 @@ from gymllm.errors import ConfigError
 from gymllm.rollout import RolloutConfig
 from gymllm_agents import ToolConfig
 from gymllm_trainers.build import ToolName
-from gymllm_trainers.config_files import flatten, merge, read_yaml, to_yaml
+from gymllm_trainers.config_files import flatten, merge, parse_scalar, read_yaml, to_yaml
 from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import LearnerConfig
 from gymllm_trainers.metrics import WandbMode
@@ -62,7 +62,7 @@ class EnvSettings:
     id: str = "gymllm/FrozenLake-v0"
     """Any environment that Gymnasium has registered; one that isn't text is adapted."""
     kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
-    """Arguments of the environment, all of them: these replace earlier ones."""
+    """Arguments of the environment; on the command line --env.kwargs.size 5, one flag each."""
     tasks: int | None = None
     """How many different tasks there are, played over and over; none is endless."""
     worker: Literal["inline", "thread"] = "inline"
@@ -151,6 +151,8 @@ class TrainConfig:
             raise ConfigError(f"seed must be >= 0, got {self.seed}.")
 
 
+_KWARGS_FLAG = "--env.kwargs."
+
 FIXED_ON_RESUME = (
     "name",
     "runs_dir",
@@ -207,9 +209,11 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
         base = merge(base, read_yaml(files.config))
         if base.resume is not None:
             raise ConfigError(f"{files.config} sets resume: give --resume on the command line.")
+    arguments, kwargs = _take_env_kwargs(argv)
+    base = merge(base, {"env": {"kwargs": {**base.env.kwargs, **kwargs}}})
     config = tyro.cli(
         _CommandLine,
-        args=list(argv),
+        args=arguments,
         default=_CommandLine(config=files.config, train=base),
         prog="gymllm-train",
         description=_DESCRIPTION,
@@ -244,6 +248,25 @@ def default_name(config: TrainConfig, now: time.struct_time | None = None) -> st
     env = re.sub(r"-v\d+$", "", env).lower()
     env = re.sub(r"[^a-z0-9._-]", "-", env).strip("-._") or "run"
     return f"{env}-{time.strftime('%m%d-%H%M%S', now or time.localtime())}"
+
+
+def _take_env_kwargs(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """Takes `--env.kwargs.key value` out: tyro knows only the keys that are there already."""
+    rest: list[str] = []
+    kwargs: dict[str, object] = {}
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith(_KWARGS_FLAG):
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, "--")
+        if value.startswith("--"):
+            raise ConfigError(f"{flag} needs a value, as in {_KWARGS_FLAG}size 5.")
+        key = flag.removeprefix(_KWARGS_FLAG).replace("-", "_")
+        kwargs[key] = parse_scalar(value)
+    return rest, kwargs
 
 
 def _check_resumable(saved: TrainConfig, config: TrainConfig) -> None:

@@ -81,6 +81,14 @@ def read_yaml(path: Path) -> Mapping[str, object]:
     return cast(Mapping[str, object], loaded)
 
 
+def parse_scalar(text: str) -> object:
+    """A value as it would be read after a key in a YAML file; text that is no YAML is itself."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
+
+
 def merge(base: T, overrides: Mapping[str, object]) -> T:
     """A copy of the dataclass `base` with `overrides` (nested, as a YAML file holds them) on top.
 

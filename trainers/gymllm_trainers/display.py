@@ -66,14 +66,15 @@ class Display:
     line.
     """
 
-    def __init__(self, view: RunView, *, console: Console | None = None) -> None:
+    def __init__(self, view: RunView, *, console: Console | None = None, live: bool = True) -> None:
         self._view = view
         self._console = console or Console()
+        self._wanted = live
         self._live: Live | None = None
         self._phase = ""
 
     def __enter__(self) -> Display:
-        if self._console.is_terminal:
+        if self._wanted and self._console.is_terminal:
             try:
                 self._live = Live(
                     get_renderable=self._render,

@@ -136,7 +136,11 @@ def _report(
             + Text(f"  (mean of the first and the last {few} steps)", "dim")
         )
     lines += [Text(note) for note in notes]
-    return Group(*lines, "", shares_table(time_shares(timeline)), "", _artefacts(folder))
+    # Paths are never folded: they are there to be copied.
+    where = Text(f"Everything is in {folder.path}", no_wrap=True, overflow="ignore")
+    evaluation = Text(f"gymllm-eval --model {folder.path}", no_wrap=True, overflow="ignore")
+    parts = ["", shares_table(time_shares(timeline)), "", where, _artefacts(folder), "", evaluation]
+    return Group(*lines, *parts)
 
 
 def _artefacts(folder: RunFolder) -> Table:
@@ -158,8 +162,7 @@ def _artefacts(folder: RunFolder) -> Table:
     table.add_column(style="dim")
     for label, path, hint in places:
         if path.exists():
-            table.add_row(label, str(path), hint)
-    table.add_row("try it", f"gymllm-eval --model {folder.path}", "")
+            table.add_row(label, str(path.relative_to(folder.path)), hint)
     return table
 
 

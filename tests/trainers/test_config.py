@@ -1,0 +1,228 @@
+"""The configuration of a run: from files and flags, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+import typing
+from pathlib import Path
+
+import pytest
+
+from gymllm.errors import ConfigError, UnknownNameError
+from gymllm_trainers import cli
+from gymllm_trainers.config import (
+    EnvSettings,
+    TrainConfig,
+    config_yaml,
+    default_name,
+    load_config,
+    open_run_folder,
+)
+from gymllm_trainers.config_files import merge, read_yaml, walk_fields
+
+
+def saved_run(tmp_path: Path, *arguments: str) -> Path:
+    config = load_config(["--name", "first", "--runs-dir", str(tmp_path), *arguments])
+    return open_run_folder(config).path
+
+
+def test_no_arguments_give_the_defaults_and_a_name():
+    config = load_config([])
+    assert re.fullmatch(r"frozenlake-\d{4}-\d{6}", config.name)
+    assert dataclasses.replace(config, name="") == TrainConfig()
+
+
+def test_flags_go_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("steps: 7\nrollout:\n  group_size: 4\n  concurrency: 12\n")
+    config = load_config(["--config", str(file), "--rollout.group-size", "2"])
+    assert config.steps == 7
+    assert config.rollout.concurrency == 12
+    assert config.rollout.group_size == 2
+    assert config.rollout.max_lag == TrainConfig().rollout.max_lag
+    assert load_config([f"--config={file}"]).steps == 7
+
+
+def test_flags_take_mappings_and_lists(tmp_path):
+    config = load_config(
+        ["--env.kwargs", "size", "5", "is_slippery", "True", "--agent.tools", "calculator"]
+    )
+    assert config.env.kwargs == {"size": 5, "is_slippery": True}
+    assert config.agent.tools == ("calculator",)
+
+
+def test_arguments_of_the_environment_are_flags_of_their_own(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("env:\n  kwargs: {size: 4, skill: 0.5}\n")
+    flags = ["--env.kwargs.size", "5", "--env.kwargs.is-slippery=true", "--env.kwargs.low", "-1"]
+    config = load_config(["--config", str(file), *flags, "--env.kwargs.kind", "off"])
+    assert config.env.kwargs == {
+        "size": 5,
+        "skill": 0.5,
+        "is_slippery": True,
+        "low": -1,
+        "kind": "off",
+    }
+    with pytest.raises(ConfigError, match=r"--env\.kwargs\.size needs a value"):
+        load_config(["--env.kwargs.size", "--steps", "3"])
+
+
+def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("rollout:\n  group_sise: 4\n")
+    with pytest.raises(UnknownNameError) as raised:
+        load_config(["--config", str(file)])
+    expected = "Unknown config key 'rollout.group_sise'. Did you mean rollout.group_size?"
+    assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rollout.group-sise", "4"], "--rollout.group-size"),
+        (["--rollout.group-size", "four"], "four"),
+        (["--rollout.group-size", "1"], "must be >= 2"),
+        (["--model.dtype", "float16"], "bfloat16"),
+        (["--steps", "0"], "steps must be >= 1, got 0"),
+        (["--env.worker", "proces"], "inline"),
+        (["--steps"], "--steps"),
+        (["stray"], "stray"),
+    ],
+)
+def test_mistake_in_a_flag_ends_with_code_2_and_says_what_would_do(capsys, arguments, said):
+    try:
+        code = cli.train(arguments)
+    except SystemExit as exit:  # tyro's own way out
+        code = exit.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert said in re.sub(r"[\s│]+", " ", error)
+    assert "Traceback" not in error
+
+
+def test_help_shows_every_setting(capsys):
+    with pytest.raises(SystemExit) as raised:
+        load_config(["--help"])
+    assert raised.value.code == 0
+    shown = capsys.readouterr().out
+    for path, field in walk_fields(TrainConfig):
+        group = dataclasses.is_dataclass(getattr(field, "default_factory", None))
+        if not group and path != "agent.few_shot":  # few_shot is for files: no flag can hold it
+            assert f"--{path.replace('_', '-')}" in shown, path
+
+
+def documented(config_type: type) -> set[str]:
+    """Fields of a dataclass with a docstring below them, its bases' included."""
+    import ast
+    import inspect
+
+    found: set[str] = set()
+    for base in config_type.__mro__:
+        if not dataclasses.is_dataclass(base):
+            continue
+        (tree,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(tree, ast.ClassDef)
+        for statement, following in zip(tree.body, tree.body[1:], strict=False):
+            match statement, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str() as text)),
+                ) if text.strip():
+                    found.add(name)
+    return found
+
+
+def config_types(config_type: type) -> set[type]:
+    types = {config_type}
+    for hint in typing.get_type_hints(config_type).values():
+        if dataclasses.is_dataclass(hint):
+            types |= config_types(hint)
+    return types
+
+
+@pytest.mark.parametrize("config_type", sorted(config_types(TrainConfig), key=lambda t: t.__name__))
+def test_every_setting_is_documented(config_type):
+    fields = {
+        field.name
+        for field in dataclasses.fields(config_type)
+        if not dataclasses.is_dataclass(field.default_factory)
+    }
+    assert config_type.__doc__
+    assert not config_type.__doc__.startswith(f"{config_type.__name__}("), "only the automatic one"
+    assert fields <= documented(config_type)
+
+
+def test_saved_config_reads_back_to_an_equal_one(tmp_path):
+    arguments = ["--name", "a", "--learner.learning-rate", "1e-5", "--metrics.wandb", "off"]
+    config = load_config([*arguments, "--env.kwargs", "size", "5"])
+    file = tmp_path / "config.yaml"
+    file.write_text(config_yaml(config))
+    assert load_config(["--config", str(file)]) == config
+    assert merge(TrainConfig(), read_yaml(file)) == config
+
+
+def test_resume_starts_from_the_saved_config_and_takes_new_flags(tmp_path):
+    path = saved_run(tmp_path, "--steps", "10", "--rollout.group-size", "4")
+    config = load_config(["--resume", str(path), "--steps", "20"])
+    assert (config.steps, config.rollout.group_size, config.name) == (20, 4, "first")
+    assert config.resume == path
+    folder = open_run_folder(config)
+    assert folder.path == path
+    assert merge(TrainConfig(), read_yaml(folder.config)) == dataclasses.replace(
+        config, resume=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", "1"], "seed can't change when a run is resumed: it was 0, got 1"),
+        (["--model.lora-rank", "4"], "model.lora_rank can't change"),
+        (["--env.kwargs.size", "5"], "env.kwargs.size can't change"),
+        (["--config", "other.yaml"], "leave out --config"),
+    ],
+)
+def test_resume_refuses_what_would_make_it_another_run(tmp_path, arguments, message):
+    path = saved_run(tmp_path, "--env.kwargs", "size", "4")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(["--resume", str(path), *arguments])
+
+
+def test_resume_of_no_run_says_which_there_are(tmp_path):
+    path = saved_run(tmp_path)
+    with pytest.raises(UnknownNameError, match=f"Did you mean {re.escape(str(path))}"):
+        load_config(["--resume", str(tmp_path / "firts")])
+
+
+def test_resume_in_a_file_is_refused(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("resume: runs/a\n")
+    with pytest.raises(ConfigError, match="give --resume on the command line"):
+        load_config(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("env_id", "name"),
+    [
+        ("gymllm/FrozenLake-v0", "frozenlake-0203-040506"),
+        ("my_module:Odd Name!-v12", "odd-name-0203-040506"),
+        ("CartPole", "cartpole-0203-040506"),
+        ("!-v1", "run-0203-040506"),
+    ],
+)
+def test_default_name_is_made_of_environment_and_time(env_id, name):
+    now = time.struct_time((2025, 2, 3, 4, 5, 6, 0, 34, 0))
+    assert default_name(TrainConfig(env=EnvSettings(id=env_id)), now) == name
+
+
+def test_new_run_never_takes_a_folder_that_is_there(tmp_path):
+    saved_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"already.*--resume .*first.*another --name"):
+        saved_run(tmp_path)
+
+
+def test_every_example_config_can_be_read():
+    for file in (Path(__file__).parents[2] / "examples").glob("*.yaml"):
+        assert load_config(["--config", str(file)]).steps >= 1
