@@ -35,6 +35,8 @@ AnySpace = spaces.Space[Any]
 LARGEST_DESCRIBED = 256
 """Arrays with more numbers than this are not written out (images); they need a describer."""
 SIGNIFICANT_DIGITS = 4
+LONGEST_JSON = 20_000
+"""Characters at the end of a text in which a JSON action is looked for."""
 
 
 class TextAdapter(Env):
@@ -271,14 +273,17 @@ def _last_json(space: AnySpace, text: str) -> Any:
         starts, kinds = r"(?<![\w.\-])-?\d", (int, float)
     else:
         starts, kinds = r"\[", (list,)
+    text = text[-LONGEST_JSON:]
     decoder, found, end = json.JSONDecoder(), list[Any](), 0
     for start in re.finditer(starts, text):
         if start.start() < end:
             continue
         try:
             value, end = decoder.raw_decode(text, start.start())
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
+        except RecursionError:  # no action is so deep; looking on would take quadratic time
+            break
         if isinstance(value, kinds):
             found.append(value)
     if not found:

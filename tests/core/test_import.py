@@ -1,0 +1,46 @@
+"""`import gymllm`: quick, light, and it says what it exports."""
+
+import subprocess
+import sys
+
+import pytest
+
+import gymllm
+import gymllm.testing
+import gymllm.workers
+
+HEAVY = ("jax", "torch", "transformers", "tyro", "rich", "flax", "matplotlib", "wandb", "yaml")
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_import_registers_and_brings_nothing_heavy() -> None:
+    output = run(
+        "import gymllm, gymnasium, sys;"
+        "print('gymllm/FrozenLake-v0' in gymnasium.registry);"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    assert output.split("\n")[:2] == ["True", "[]"]
+
+
+def test_import_costs_little() -> None:
+    # CPU time, not wall time, so that a busy machine does not matter much; the best of three.
+    code = "import time; import gymllm; print(time.process_time())"
+    assert min(float(run(code)) for _ in range(3)) < 0.5, "the aim is 0.3 s of wall time"
+
+
+def test_either_package_can_be_imported_first() -> None:
+    code = "import gymllm_envs, gymnasium; gymnasium.make('gymllm/FrozenLake-v0').reset(seed=0)"
+    run(code)
+
+
+@pytest.mark.parametrize("module", [gymllm, gymllm.workers, gymllm.testing])
+def test_all_is_sorted_and_complete(module: object) -> None:
+    exported = module.__all__  # type: ignore[attr-defined]  # a module
+    assert exported == sorted(exported)
+    assert all(hasattr(module, name) for name in exported)

@@ -1,0 +1,110 @@
+"""Ids, plug-ins, and making any environment a text environment."""
+
+import json
+import subprocess
+import sys
+import warnings
+from importlib.metadata import EntryPoint
+
+import gymnasium
+import gymnasium.envs.registration
+import pytest
+
+import gymllm
+import gymllm_envs
+from gymllm.errors import ConfigError, UnknownNameError
+from gymllm.registration import check_id, load_plugins, make
+from gymllm.spaces import Unicode
+
+ENV_ID = "gymllm/FrozenLake-v0"
+
+
+def test_register_is_idempotent() -> None:
+    before = dict(gymnasium.registry)
+    gymllm_envs.register()
+    load_plugins()
+    assert dict(gymnasium.registry) == before
+
+
+def test_a_broken_plugin_is_named_and_left_out() -> None:
+    broken = [
+        EntryPoint("missing", "no_such_module:register", "gymllm.envs"),
+        EntryPoint("raising", "json:loads", "gymllm.envs"),  # needs an argument
+        EntryPoint("fine", "gymllm_envs:register", "gymllm.envs"),
+    ]
+    with pytest.warns(RuntimeWarning) as caught:
+        load_plugins(broken)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 2
+    assert "'missing' (no_such_module:register)" in messages[0]
+    assert "ModuleNotFoundError" in messages[0]
+    assert "'raising'" in messages[1]
+
+
+def test_make_with_a_module_prefix_needs_no_import() -> None:
+    code = (
+        "import gymnasium; env = gymnasium.make('gymllm:gymllm/FrozenLake-v0');"
+        "print(env.reset(seed=0)[0].splitlines()[2])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("P ")
+
+
+def test_spec_round_trips_through_json_and_make() -> None:
+    env = gymnasium.make(ENV_ID, size=5)
+    assert env.spec is not None
+    spec = gymnasium.envs.registration.EnvSpec.from_json(env.spec.to_json())
+    assert json.loads(env.spec.to_json())["kwargs"] == {"size": 5}
+    assert gymnasium.make(spec).reset(seed=3)[0] == env.reset(seed=3)[0]
+
+
+def test_unknown_id_says_what_is_close() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean gymllm/FrozenLake-v0"):
+        make("gymllm/FrozenLak-v0")
+    with pytest.raises(UnknownNameError, match="gymllm/FrozenLake-v0"):
+        make("gymllm/FrozenLake-v7")
+    with pytest.raises(UnknownNameError, match="CartPole-v1"):
+        check_id("CartPool-v1")
+    with pytest.raises(UnknownNameError, match="no_such_namespace"):
+        make("no_such_namespace/Env-v0")
+    with pytest.raises(UnknownNameError):
+        make("no_such_module:Env-v0")
+    check_id("CartPole-v1")
+
+
+def test_wrong_arguments_say_which() -> None:
+    with pytest.raises(ConfigError, match="no_such_option"):
+        make(ENV_ID, no_such_option=1)
+    with pytest.raises(ConfigError, match="size must be from 2"):
+        make(ENV_ID, size=1)
+
+
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "CartPole-v1",
+        "FrozenLake-v1",
+        "Taxi-v4",
+        "CliffWalking-v1",
+        "Blackjack-v1",
+        "MountainCar-v0",
+    ],
+)
+def test_any_stock_id_is_played_in_text(env_id: str) -> None:
+    if env_id not in gymnasium.registry:
+        pytest.skip(f"this Gymnasium has no {env_id}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        env = gymllm.make(env_id)
+    observation, _ = env.reset(seed=0)
+    assert observation in env.observation_space
+    assert env.action_space == Unicode()
+    assert observation.startswith(f"You are playing {env_id}.\nAnswer with ")
+    observation, _, _, _, info = env.step("I choose 1.")
+    assert info["invalid_action"] is False
+    assert env.step("nothing to read")[4]["invalid_action"] is True
+    env.close()
+
+
+def test_text_envs_are_not_wrapped_again() -> None:
+    assert type(make(ENV_ID).unwrapped).__name__ == "FrozenLake"
