@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,8 @@ from gymllm.errors import ConfigError
 from gymllm.ledger import Segment
 from gymllm.task import Task
 from gymllm.trajectory import Ending, Message, Trajectory, Turn
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def to_json(trajectory: Trajectory, **extra: int | float | str) -> str:
@@ -59,7 +62,9 @@ def to_json(trajectory: Trajectory, **extra: int | float | str) -> str:
             for segment in trajectory.segments
         ],
     }
-    return json.dumps(record, ensure_ascii=False, allow_nan=False, default=repr)
+    line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=repr)
+    # UTF-8 can't hold a lone surrogate, which a decoder of broken bytes may leave behind.
+    return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", line)
 
 
 def from_json(line: str) -> Trajectory:
