@@ -62,11 +62,12 @@ class ChatFormat:
             for history in self._histories("")
         )
         # The token that closes an assistant turn ends a generation, whatever the files call eos.
-        first = [
-            self.extension_ids([_QUESTION], [Message(role=role, content="next")])[:1]
-            for role in self._roles
-        ]
-        closing = [ids[0] for ids in first if ids and tokenizer.is_control(ids[0])]
+        closing = list[int]()
+        for role in self._roles:
+            ids = self.extension_ids([_QUESTION], [Message(role=role, content="next")])
+            first = self._first_control(ids)
+            if first < len(ids) and self._is_blank(ids[:first]):
+                closing.append(ids[first])
         self.stop_token_ids: tuple[int, ...] = tuple(
             dict.fromkeys([*tokenizer.stop_token_ids, *closing])
         )
@@ -115,12 +116,19 @@ class ChatFormat:
         fuse = _absent("fuse", new) if self._local else _absent("fuse", [*history, *new])
         suffix = self._suffix(history, new, fuse=fuse, local=self._local)
         ids = self.tokenizer.encode_rendered(suffix, fuse=fuse)
-        if last_id is not None and last_id in ids and last_id in self.stop_token_ids:
-            first = next(k for k, i in enumerate(ids) if self.tokenizer.is_control(i))
-            blank = not self.tokenizer.decode(ids[:first], skip_special=False).strip()
-            if ids[first] == last_id and blank:
-                return ids[first + 1 :]
-        return ids
+        if last_id is None or last_id not in self.stop_token_ids:
+            return ids
+        first = self._first_control(ids)
+        # A line break that the template has before the closing token can't be put there any more.
+        closed = ids[first : first + 1] == [last_id] and self._is_blank(ids[:first])
+        return ids[first + 1 :] if closed else ids
+
+    def _first_control(self, ids: Sequence[int]) -> int:
+        """Place of the first control token; the length if there is none."""
+        return next((k for k, i in enumerate(ids) if self.tokenizer.is_control(i)), len(ids))
+
+    def _is_blank(self, ids: Sequence[int]) -> bool:
+        return not self.tokenizer.decode(ids, skip_special=False).strip()
 
     def _suffix(
         self, history: Sequence[Message], new: Sequence[Message], *, fuse: str, local: bool

@@ -12,7 +12,7 @@ from typing import Literal, final
 
 from gymllm.agent import Action, AgentFactory, EpisodeContext
 from gymllm.engine import GenerateRequest, SamplingParams
-from gymllm.errors import ConfigError, ModelError
+from gymllm.errors import ConfigError, LedgerError, ModelError
 from gymllm.ledger import Segment, TokenLedger
 from gymllm.task import derive_seed
 from gymllm.trajectory import Message
@@ -83,7 +83,7 @@ class Reply:
 
 @final
 class Conversation:
-    """One conversation's exact tokens and messages. Single owner; dead after its engine raised."""
+    """One conversation's exact tokens and messages. Single owner."""
 
     def __init__(
         self, chat: ChatFormat, config: ConversationConfig, context: EpisodeContext
@@ -93,6 +93,7 @@ class Conversation:
         self._messages: list[Message] = []
         self._replies = 0
         self._thoughts = False  # the policy generated <think> text in the current segment
+        self._over = ""  # why nothing more can be said
 
     async def reply(self, *new: Message) -> Reply:
         """Says `new` and returns the policy's answer.
@@ -101,7 +102,10 @@ class Conversation:
 
         Raises:
             EngineError: The engine broke.
+            LedgerError: An earlier reply was not finished or met a limit.
         """
+        if self._over:
+            raise LedgerError(f"this conversation is over, as {self._over}; start a new one.")
         rewritten = self._replies > 0 and self._chat.rewrites(new[0].role, thoughts=self._thoughts)
         history = self._messages[:-1]  # up to the assistant turn that `new` follows
         self._messages.extend(new)
@@ -114,6 +118,7 @@ class Conversation:
         room = self._context.engine.context_length - kept - len(ids)
         if room < 1:
             # Nothing is appended: no segment grows past what an engine or trainer can hold.
+            self._over = "it reached the engine's context length"
             return Reply(text="", limit=CONTEXT_LENGTH, prompt_tokens=kept + len(ids))
         if rewritten:
             self._ledger.start_segment()
@@ -141,11 +146,13 @@ class Conversation:
             ),
             request_id=f"{self._context.name}/{self._replies}",
         )
+        self._over = "its last request was not answered"
         started = time.perf_counter_ns()
         with self._context.timeline.span(self._context.name, "generate", prompt_tokens=len(prompt)):
             generation = await self._context.engine.generate(request)
         engine_s = (time.perf_counter_ns() - started) / 1e9
         self._ledger.append_generation(generation, prompt_length=len(prompt))
+        self._over = ""
         ids = [int(i) for i in generation.token_ids]
         shown = ids[:-1] if ids[-1] in self._chat.stop_token_ids else ids
         said = self._chat.tokenizer.decode(shown, skip_special=False)
@@ -175,7 +182,8 @@ class ConversationAgent:
             ModelError: The tokenizer has no chat template, or one that can't be used like this.
         """
         config = config or ConversationConfig()
-        chat = chat_format(tokenizer, config)
+        chat = ChatFormat(tokenizer, opening=config.opening)
+        refuse_rewrites(chat, config)
         return lambda context: ConversationAgent(Conversation(chat, config, context))
 
     async def act(self, observation: str) -> Action:
@@ -200,17 +208,6 @@ class ConversationAgent:
     def messages(self) -> tuple[Message, ...]:
         """Everything said so far, opening included."""
         return self._conversation.messages()
-
-
-def chat_format(tokenizer: Tokenizer, config: ConversationConfig) -> ChatFormat:
-    """The format of conversations without listed tools.
-
-    Raises:
-        ModelError: No template, it refuses the opening, or `on_rewrite` refuses it.
-    """
-    chat = ChatFormat(tokenizer, opening=config.opening)
-    refuse_rewrites(chat, config)
-    return chat
 
 
 def refuse_rewrites(chat: ChatFormat, config: ConversationConfig) -> None:

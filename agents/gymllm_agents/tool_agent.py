@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -101,7 +102,7 @@ class ToolAgent:
         else:
             prompts = (config.system_prompt, parser.instructions(schemas))
             told = replace(config, system_prompt="\n\n".join(filter(None, prompts)))
-            chat = ChatFormat(tokenizer, opening=[_as_user(message) for message in told.opening])
+            chat = ChatFormat(tokenizer, opening=_without_tool_role(told.opening))
         refuse_rewrites(chat, config)
 
         def make(context: EpisodeContext) -> ToolAgent:
@@ -171,5 +172,12 @@ class ToolAgent:
         return await tool(call.arguments)
 
 
-def _as_user(message: Message) -> Message:
-    return Message(role="user", content=message.content) if message.role == "tool" else message
+def _without_tool_role(messages: Sequence[Message]) -> list[Message]:
+    """Results as user messages, those that follow each other as one, as `ToolAgent.act` says them."""
+    told: list[Message] = []
+    for role, run in itertools.groupby(messages, key=lambda message: message.role):
+        if role == "tool":
+            told.append(Message(role="user", content="\n".join(m.content for m in run)))
+        else:
+            told.extend(run)
+    return told

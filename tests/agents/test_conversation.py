@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gymllm.errors import ConfigError, EngineError, ModelError
+from gymllm.errors import ConfigError, EngineError, LedgerError, ModelError
 from gymllm.ledger import NO_VERSION
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Message
@@ -197,6 +197,8 @@ async def test_a_full_context_is_a_limit_and_appends_nothing(tokenizer, scripted
     assert action.prompt_tokens > 60
     assert agent.segments()[0].ids.tolist() == before
     assert agent.messages()[-1].content == "b" * 60
+    with pytest.raises(LedgerError, match="is over, as it reached the engine's context length"):
+        await agent.act("c")
 
 
 @pytest.mark.asyncio
@@ -281,6 +283,8 @@ async def test_an_engine_failure_reaches_the_caller(tokenizer, scripted, start):
     with pytest.raises(EngineError, match="StopIteration"):
         await agent.act("a")
     assert not agent.segments()[0].mask.any()
+    with pytest.raises(LedgerError, match="is over, as its last request was not answered"):
+        await agent.act("b")
 
 
 @pytest.mark.asyncio

@@ -109,6 +109,7 @@ async def test_without_template_support_the_agent_does_the_telling(with_template
             Message(role="user", content="What is 1 + 1?"),
             Message(role="assistant", content=call("1+1")),
             Message(role="tool", content="2"),
+            Message(role="tool", content="3"),
             Message(role="assistant", content="2"),
         ),
     )
@@ -119,7 +120,8 @@ async def test_without_template_support_the_agent_does_the_telling(with_template
     assert (await agent.act("What is 47 * 86?")).text == "4042"
     messages = agent.messages()
     assert messages[0].content.startswith("You calculate.\n\nYou may call these functions:\n{")
-    assert "tool" not in {message.role for message in messages}
+    assert [m.role[0] for m in messages] == list("s" + "uaua" * 2)
+    assert messages[3].content == "2\n3"
     assert messages[-2].content == "4042\nError: division by zero."
     (segment,) = agent.segments()
     text = tokenizer.template.render(messages, add_generation_prompt=False)
