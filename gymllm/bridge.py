@@ -100,12 +100,16 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self._pid = os.getpid()
         self._at_end: list[Callable[[], None]] = []
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self.loop.run_forever()
+            while not self._stopping:
+                # asyncio lets these two through after it has given them to the task's waiters.
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    self.loop.run_forever()
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
                 task.cancel()
@@ -130,6 +134,7 @@ class LoopThread:
         """
         if at_end is not None:
             self._at_end.append(at_end)
+        self._stopping = True
         with contextlib.suppress(RuntimeError):  # already closed
             self.loop.call_soon_threadsafe(self.loop.stop)
 

@@ -41,16 +41,15 @@ def load_plugins(entry_points: Iterable[metadata.EntryPoint] | None = None) -> N
 
 
 def check_id(env_id: str) -> None:
-    """Raises if there is no such environment.
+    """Raises if there is no such environment. The version is part of the name: "-v0" can't be left out.
+
+    An id with a module ("module:id") passes: what it registers is known once `make` has imported it.
 
     Raises:
         UnknownNameError: Nothing is registered by that name.
     """
-    try:
-        gymnasium.spec(env_id.rpartition(":")[2])
-    except error.Error as problem:
-        if ":" not in env_id:  # a module prefix registers only once it is imported, by `make`
-            raise _unknown(env_id) from problem
+    if ":" not in env_id and env_id not in gymnasium.registry:
+        raise _unknown(env_id)
 
 
 def make(env_id: str, **kwargs: Any) -> gymnasium.Env[str, str]:
@@ -67,6 +66,7 @@ def make(env_id: str, **kwargs: Any) -> gymnasium.Env[str, str]:
         UnknownNameError: Nothing is registered by that name.
         ConfigError: The environment does not take these arguments, or needs something that is missing.
     """
+    check_id(env_id)
     env = _make(env_id, kwargs)
     if is_text_env(env):
         return env

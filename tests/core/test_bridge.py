@@ -250,3 +250,14 @@ def test_loop_thread_cancels_its_tasks_when_it_stops() -> None:
     assert log == ["cleaned up"]
     assert future.cancelled()
     thread.stop()  # no-op
+
+
+def test_system_exit_reaches_the_caller_and_not_the_loop() -> None:
+    async def leaves() -> None:
+        await asyncio.sleep(0)
+        raise SystemExit(3)
+
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="3"):
+            HomeLoop().run(leaves())
+    assert HomeLoop().run(identity("alive")) == "alive"
