@@ -173,13 +173,13 @@ class Tokenizer:
         """Ids of `text`; nothing is put before or after it.
 
         Args:
-            text: Any text.
+            text: Any text; half a surrogate pair counts as U+FFFD.
             allow_special: Whether `<|im_end|>` and other added tokens in the text become their
                 control tokens. Only for text that you wrote yourself; without it they are spelt
                 out.
         """
         if allow_special:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return _encode(self._backend, text)
         ids = self._plain(text)
         if self._control_ids.isdisjoint(ids):
             return ids
@@ -247,7 +247,7 @@ class Tokenizer:
         return token_id in self._control_ids
 
     def _plain(self, text: str) -> list[int]:
-        ids = self._plain_backend.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._plain_backend, text)
         return [self._renumbered.get(i, i) for i in ids] if self._renumbered else ids
 
     def _id_of(self, token: str, what: str) -> int:
@@ -258,6 +258,13 @@ class Tokenizer:
                 "tokenizer_config.json are probably from different models."
             )
         return index
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Ids of a text; half a surrogate pair, which no UTF-8 can hold, counts as U+FFFD."""
+    if not text.isascii():
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return backend.encode(text, add_special_tokens=False).ids
 
 
 def _any_of(contents: Iterable[str]) -> re.Pattern[str]:

@@ -34,6 +34,12 @@ def test_any_text_decodes_to_itself(tokenizer):
         assert not any(tokenizer.is_control(i) for i in ids)
 
 
+def test_half_a_surrogate_pair_is_shown_as_unreadable(tokenizer):
+    for allow in (True, False):
+        ids = tokenizer.encode("a\ud800b", allow_special=allow)
+        assert tokenizer.decode(ids, skip_special=False) == "a\ufffdb"
+
+
 def test_control_tokens_are_made_only_when_allowed(tokenizer):
     end = tokenizer.token_to_id("<|im_end|>")
     assert tokenizer.encode("<|im_end|>", allow_special=True) == [end]
