@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium
 
 from gymllm.bridge import run_sync
+from gymllm.env import Env
 from gymllm.workers.worker import MakeEnv
 
 
@@ -23,12 +24,17 @@ class InlineWorker:
     def __init__(self, make_env: MakeEnv) -> None:
         self._make_env = make_env
         self._env: gymnasium.Env[Any, Any] | None = None
+        self._waits = True
 
     async def start(self) -> None:
-        self._env = await run_sync(self._make_env)
+        self._env = env = await run_sync(self._make_env)
+        self._waits = not isinstance(env.unwrapped, Env) or env.unwrapped.waits
 
     async def call(self, method: str, *args: object, **kwargs: object) -> object:
-        return await run_sync(getattr(self._env, method), *args, **kwargs)
+        function = getattr(self._env, method)
+        if self._waits:
+            return await run_sync(function, *args, **kwargs)
+        return function(*args, **kwargs)  # what never waits needs no greenlet
 
     async def aclose(self) -> None:
         env, self._env = self._env, None

@@ -94,7 +94,10 @@ class Slot:
         self._was_built = False
         self._closed = False
         self._scope: anyio.CancelScope | None = None  # of the call in progress
-        self._call_ended: anyio.Event | None = None  # of the call in progress or the last one
+        self._busy = False
+        self._call_ended: anyio.Event | None = (
+            None  # what `aclose` waits for, if a call is in progress
+        )
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, object] | None = None
@@ -149,7 +152,8 @@ class Slot:
         deadline = anyio.current_time() + self._limits.close_timeout_s
         if self._scope is not None:
             self._scope.cancel()
-        if self._call_ended is not None:
+        if self._busy:
+            self._call_ended = anyio.Event()
             with anyio.CancelScope(deadline=deadline, shield=True):
                 await self._call_ended.wait()
         await self._discard(deadline)
@@ -169,8 +173,7 @@ class Slot:
         """Runs one call within its limit; unless it is answered well, the environment is closed."""
         if self._closed:
             raise ClosedError(self._say(method, "the pool is closed"))
-        self._call_ended = anyio.Event()
-        healthy = False
+        self._busy, healthy = True, False
         try:
             answer = check(await self._limited(method, limit_s, operation))
             healthy = True
@@ -181,7 +184,9 @@ class Slot:
         finally:
             if not healthy:
                 await self._discard(anyio.current_time() + self._limits.close_timeout_s)
-            self._call_ended.set()
+            self._busy = False
+            if self._call_ended is not None:
+                self._call_ended.set()
 
     async def _limited(
         self, method: str, limit_s: float, operation: Callable[[], Awaitable[object]]
