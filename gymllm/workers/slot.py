@@ -225,7 +225,12 @@ class Slot:
         if self._closed:
             raise ClosedError(self._say(method, "the pool was closed meanwhile"))
         self._stats.timeouts += 1
-        raise EnvTimeoutError(self._say(method, f"no answer within {limit_s:g} s"))
+        raise EnvTimeoutError(
+            self._say(
+                method,
+                f"no answer within {limit_s:g} s; raise {method}_timeout_s if it needs longer",
+            )
+        )
 
     async def _discard(self, deadline: float) -> None:
         """Closes the environment, by the deadline and come what may."""
