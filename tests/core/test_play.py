@@ -65,4 +65,4 @@ def test_unknown_env_leaves_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 def test_runs_as_a_command() -> None:
     command = [sys.executable, "-W", "error", "-m", "gymllm.play", LAKE, "--seed", "3"]
     done = subprocess.run(command, input="down\n", capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("Walk from P to G")
+    assert "left, down, right or up" in done.stdout

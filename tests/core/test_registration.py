@@ -44,10 +44,10 @@ def test_a_broken_plugin_is_named_and_left_out() -> None:
 def test_make_with_a_module_prefix_needs_no_import() -> None:
     code = (
         "import gymnasium; env = gymnasium.make('gymllm:gymllm/FrozenLake-v0');"
-        "print(env.reset(seed=0)[0].splitlines()[2])"
+        "print(env.reset(seed=0)[0])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("P ")
+    assert "left, down, right or up" in done.stdout
 
 
 def test_spec_round_trips_through_json_and_make() -> None:
