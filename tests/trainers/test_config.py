@@ -154,6 +154,11 @@ def test_every_setting_is_documented(config_type):
     assert fields <= documented(config_type)
 
 
+def test_unknown_environment_is_refused_before_anything_is_made():
+    with pytest.raises(UnknownNameError, match="Did you mean gymllm/FrozenLake-v0"):
+        load_config(["--env.id", "gymllm/FrozenLak-v0"])
+
+
 def test_saved_config_reads_back_to_an_equal_one(tmp_path):
     arguments = ["--name", "a", "--learner.learning-rate", "1e-5", "--metrics.wandb", "off"]
     config = load_config([*arguments, "--env.kwargs", "size", "5"])

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import tyro
 
 from gymllm.errors import ConfigError
+from gymllm.registration import check_id
 from gymllm.rollout import RolloutConfig
 from gymllm_agents import ToolConfig
 from gymllm_trainers.build import ToolName
@@ -218,6 +219,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
         prog="gymllm-train",
         description=_DESCRIPTION,
     ).train
+    check_id(config.env.id)  # before a folder is made for a run that can't start
     if saved is not None:
         _check_resumable(saved, config)
         return config

@@ -17,7 +17,6 @@ import errno
 import os
 import re
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +46,7 @@ class RunFolder:
         self.transcripts = path / "trajectories.html"
         self.trace = path / "trace.perfetto-trace"
         self.wandb = path / "wandb"
+        self.model = path / "model"
         self.checkpoints = path / "checkpoints"
 
     @classmethod
@@ -110,13 +110,13 @@ class RunFolder:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replaces a file; a crash or a full disk at any moment leaves the old one or the new one."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    # Not `tempfile`: its files are for their owner's eyes only, and stay so when renamed.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+        temporary.write_bytes(data)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

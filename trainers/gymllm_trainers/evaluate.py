@@ -1,0 +1,341 @@
+"""`gymllm-eval`: a model plays an environment; a table, transcripts and a page say how well."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gymllm.engine import Engine
+from gymllm.engines.scripted import ScriptedEngine
+from gymllm.episode import EpisodeLimits
+from gymllm.errors import ConfigError, ModelError, RunError
+from gymllm.evaluation import Estimate, EvaluationResult, evaluate
+from gymllm.task import SeededTasks
+from gymllm.timeline import Timeline
+from gymllm.trajectory import Trajectory
+from gymllm.transcripts import to_json, write_html
+from gymllm_agents import Tokenizer, train_tokenizer
+from gymllm_envs.scripted import scripted_player
+from gymllm_trainers.build import build_agents, build_pool
+from gymllm_trainers.config import AgentSettings, EnvSettings, TrainConfig
+from gymllm_trainers.config_files import merge, read_yaml
+from gymllm_trainers.engine import EngineConfig, JaxEngine
+from gymllm_trainers.models import load_model
+from gymllm_trainers.report import format_seconds
+from gymllm_trainers.run_folder import LineFile, RunFolder, write_atomically
+
+SCRIPTED = "scripted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """What is evaluated. Zero or empty means as the run, or --config, has it."""
+
+    model: str
+    """A run's folder (runs/NAME), a model folder, a .gguf file, a hub name, "smollm2", or
+    "scripted": the environment's own scripted player."""
+    env: str = ""
+    """Environment; default: the one of the run, else gymllm/FrozenLake-v0."""
+    env_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    """Arguments of the environment, beside those of the run."""
+    config: Path | None = None
+    """A training configuration whose environment and agent are used."""
+    episodes: int = 64
+    """Episodes, each of another task; none is a task that training plays."""
+    seed: int = 0
+    """Decides tasks and sampling."""
+    temperature: float | None = None
+    """Softmax temperature of sampling; 0 is greedy."""
+    max_new_tokens: int = 0
+    """Most tokens of one answer."""
+    max_turns: int = 0
+    """Turns after which an episode is truncated."""
+    context_length: int = 0
+    """Tokens of prompt and generation together."""
+    concurrency: int = 0
+    """Episodes at once."""
+    skill: float = 1.0
+    """How well the scripted player plays, from 0 to 1."""
+    out: Path | None = None
+    """Folder of the transcripts; default: a new one below runs/."""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1:
+            raise ConfigError(f"--episodes must be >= 1, got {self.episodes}.")
+        for name in ("seed", "max_new_tokens", "max_turns", "context_length", "concurrency"):
+            if getattr(self, name) < 0:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be >= 0, got {getattr(self, name)}.")
+        if not 0 <= self.skill <= 1:
+            raise ConfigError(f"--skill must be from 0 to 1, got {self.skill}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a command line came to: every setting decided."""
+
+    model: str
+    """As the user wrote it."""
+    env: EnvSettings
+    agent: AgentSettings
+    engine: EngineConfig
+    limits: EpisodeLimits
+    retries: int
+    episodes: int
+    seed: int
+    concurrency: int
+    skill: float
+    dtype: str
+    out: Path
+
+
+def load_settings(argv: Sequence[str]) -> Evaluation:
+    """Everything that is needed: flags over the configuration of the run, or of --config.
+
+    A mistake in a flag, and `--help`, end the program as usual for command lines (`SystemExit`).
+
+    Raises:
+        ConfigError: A value or file that can't be used.
+    """
+    settings = tyro.cli(
+        EvalSettings,
+        args=list(argv),
+        prog="gymllm-eval",
+        description="Plays episodes with a model and says what they came to.",
+    )
+    base = TrainConfig()
+    if settings.config is not None:
+        base = merge(base, read_yaml(settings.config))
+    elif (Path(settings.model) / "config.yaml").is_file():
+        base = merge(base, read_yaml(RunFolder(Path(settings.model)).config))
+    env = base.env
+    if settings.env and settings.env != env.id:
+        # Arguments of one environment mean nothing to another.
+        env = dataclasses.replace(env, id=settings.env, kwargs={})
+    env = dataclasses.replace(env, kwargs={**env.kwargs, **settings.env_kwargs})
+    agent = base.agent
+    if settings.temperature is not None:
+        agent = dataclasses.replace(agent, temperature=settings.temperature)
+    if settings.max_new_tokens:
+        agent = dataclasses.replace(agent, max_new_tokens=settings.max_new_tokens)
+    limits = base.rollout.limits
+    if settings.max_turns:
+        limits = dataclasses.replace(limits, max_turns=settings.max_turns)
+    concurrency = settings.concurrency or min(base.engine.slots, settings.episodes)
+    context_length = settings.context_length or base.engine.context_length
+    return Evaluation(
+        model=settings.model,
+        env=env,
+        agent=agent,
+        engine=dataclasses.replace(base.engine, slots=concurrency, context_length=context_length),
+        limits=limits,
+        retries=base.rollout.retries,
+        episodes=settings.episodes,
+        seed=settings.seed,
+        concurrency=concurrency,
+        skill=settings.skill,
+        dtype=base.model.dtype,
+        out=settings.out or _default_out(settings.model, env.id),
+    )
+
+
+def run(evaluation: Evaluation) -> None:
+    """Evaluates; prints the table and writes the transcripts.
+
+    Raises:
+        GymLLMError: Something can't be used, or every episode failed; the transcripts say how.
+        KeyboardInterrupt: Ctrl-C; the episodes that had ended are written.
+    """
+    started = time.monotonic()
+    try:
+        evaluation.out.mkdir(parents=True, exist_ok=True)
+        transcripts = evaluation.out / "transcripts.jsonl"
+        transcripts.unlink(missing_ok=True)
+        lines = LineFile(transcripts)
+    except OSError as error:
+        raise RunError(
+            f"can't write to {evaluation.out}: {error.strerror}. Choose another folder with --out."
+        ) from error
+    ended: list[Trajectory] = []
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    shown = bar.add_task("loading", total=evaluation.episodes)
+
+    def take(trajectory: Trajectory) -> None:
+        ended.append(trajectory)
+        lines.write(to_json(trajectory))
+        bar.update(shown, completed=len(ended), description="playing")
+
+    facts: dict[str, str] = {}
+    try:
+        with bar:
+            result = anyio.run(play, evaluation, take)
+        facts = {"reward": str(result.reward), "endings": _counts(result.endings)}
+    finally:
+        lines.close()
+        if ended:
+            title = f"{evaluation.model} on {evaluation.env.id}"
+            write_html(evaluation.out / "transcripts.html", ended, title=title, facts=facts)
+        else:  # a mistake, seen before anything was played, leaves nothing behind
+            transcripts.unlink(missing_ok=True)
+            with suppress(OSError):
+                evaluation.out.rmdir()
+    summary = json.dumps(summarize(evaluation, result), indent=2)
+    write_atomically(evaluation.out / "summary.json", summary.encode())
+    console = Console(highlight=False)
+    console.print(result_table(evaluation, result, time.monotonic() - started))
+    console.print(f"Transcripts to read: {evaluation.out / 'transcripts.html'}", soft_wrap=True)
+    console.print(f"... as JSON lines:   {evaluation.out / 'transcripts.jsonl'}", soft_wrap=True)
+    if not result.scored:
+        raise RunError(f"every episode failed, the first with {result.trajectories[0].reason}")
+
+
+async def play(
+    evaluation: Evaluation, on_trajectory: Callable[[Trajectory], None]
+) -> EvaluationResult:
+    """Plays the episodes; owns, and closes, the environments and the engine."""
+    env, timeline = evaluation.env, Timeline()
+    pool = build_pool(
+        env.id,
+        env.kwargs,
+        evaluation.concurrency,
+        worker=env.worker,
+        reset_timeout_s=env.reset_timeout_s,
+        step_timeout_s=env.step_timeout_s,
+    )
+    engine: Engine | None = None
+    try:
+        engine, tokenizer = _engine(evaluation, timeline)
+        return await evaluate(
+            pool=pool,
+            make_agent=build_agents(tokenizer, evaluation.agent, evaluation.agent.tools),
+            engine=engine,
+            tasks=SeededTasks(run_seed=evaluation.seed, split="evaluation", count=env.tasks),
+            episodes=evaluation.episodes,
+            concurrency=evaluation.concurrency,
+            run_seed=evaluation.seed,
+            retries=evaluation.retries,
+            limits=evaluation.limits,
+            timeline=timeline,
+            on_trajectory=on_trajectory,
+        )
+    finally:
+        with anyio.CancelScope(shield=True):
+            if engine is not None:
+                await engine.aclose()
+            await pool.aclose()
+
+
+def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokenizer]:
+    if evaluation.model == SCRIPTED:
+        player = scripted_player(evaluation.env.id)
+        # Any tokenizer does: the player reads and writes text. One without merges is made at once.
+        tokenizer = train_tokenizer([], vocab_size=259)
+        engine = ScriptedEngine(
+            lambda prompt, rng: player(prompt, rng, evaluation.skill),
+            tokenizer,
+            context_length=max(evaluation.engine.context_length, 65_536),
+        )
+        return engine, tokenizer
+    folder = Path(evaluation.model)
+    name: str | Path = evaluation.model
+    if (folder / "config.yaml").is_file():
+        name = RunFolder(folder).model
+        if not name.is_dir():
+            raise ModelError(
+                f"the run in {folder} has written no model yet: it does at each checkpoint. "
+                f"Continue it with gymllm-train --resume {folder}."
+            )
+    model = load_model(name, dtype=evaluation.dtype)
+    return JaxEngine(model.decoder(), evaluation.engine, timeline=timeline), model.tokenizer
+
+
+def summarize(evaluation: Evaluation, result: EvaluationResult) -> dict[str, object]:
+    """The result as JSON: what was asked, and every number of the table."""
+    return {
+        "model": evaluation.model,
+        "env": evaluation.env.id,
+        "env_kwargs": dict(evaluation.env.kwargs),
+        "seed": evaluation.seed,
+        "temperature": evaluation.agent.temperature,
+        "episodes": len(result.trajectories),
+        "failed": result.failed,
+        "retried": dict(result.retried),
+        "reward": _estimate(result.reward),
+        "turns": _estimate(result.turns),
+        "tokens": _estimate(result.tokens),
+        "generated_tokens": _estimate(result.generated_tokens),
+        "invalid_actions": result.invalid_actions,
+        "endings": result.endings,
+    }
+
+
+def result_table(evaluation: Evaluation, result: EvaluationResult, elapsed_s: float) -> Table:
+    """The result for a person."""
+    episodes = f"{len(result.trajectories)} episodes"
+    table = Table(
+        title=f"{evaluation.model} on {evaluation.env.id}, {episodes}", title_style="bold"
+    )
+    table.add_column("")
+    table.add_column("mean", justify="right")
+    table.add_column("95 % interval", justify="right")
+    for label, estimate, digits in (
+        ("reward", result.reward, 3),
+        ("turns", result.turns, 1),
+        ("tokens", result.tokens, 0),
+        ("generated tokens", result.generated_tokens, 0),
+    ):
+        interval = f"{estimate.low:.{digits}f} to {estimate.high:.{digits}f}"
+        style = "bold" if label == "reward" else ""
+        table.add_row(label, f"{estimate.mean:.{digits}f}", interval, style=style)
+    table.add_section()
+    for ending, count in result.endings.items():
+        table.add_row(_short(ending), str(count), f"{count / len(result.trajectories):.0%}")
+    if result.invalid_actions:
+        table.add_row("actions not readable", str(result.invalid_actions), "")
+    if result.retried:
+        table.add_row("failed, played again", str(sum(result.retried.values())), "")
+    table.caption = (
+        f"seed {evaluation.seed}, temperature {evaluation.agent.temperature:g}, "
+        f"{format_seconds(elapsed_s)}"
+    )
+    return table
+
+
+def _default_out(model: str, env_id: str) -> Path:
+    words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{Path(model).name}-{env_id.rpartition('/')[2]}")
+    return Path("runs") / f"eval-{words.strip('-').lower()}-{time.strftime('%m%d-%H%M%S')}"
+
+
+def _estimate(estimate: Estimate) -> dict[str, float | int | None]:
+    finite = {
+        name: value if abs(value) < float("inf") else None
+        for name, value in dataclasses.asdict(estimate).items()
+    }
+    return finite
+
+
+def _counts(endings: Mapping[str, int]) -> str:
+    return ", ".join(f"{_short(ending)} {count}" for ending, count in endings.items())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 48 else text[:45] + "..."
