@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import tyro
@@ -29,12 +30,15 @@ from gymllm.transcripts import to_json, write_html
 from gymllm_agents import Tokenizer, train_tokenizer
 from gymllm_envs.scripted import scripted_player
 from gymllm_trainers.build import build_agents, build_pool
+from gymllm_trainers.checkpoint import Checkpointer
 from gymllm_trainers.config import AgentSettings, EnvSettings, TrainConfig
 from gymllm_trainers.config_files import merge, read_yaml
 from gymllm_trainers.engine import EngineConfig, JaxEngine
-from gymllm_trainers.models import load_model
+from gymllm_trainers.learner import Learner
+from gymllm_trainers.models import Decoder, load_model
 from gymllm_trainers.report import format_seconds
 from gymllm_trainers.run_folder import LineFile, RunFolder, write_atomically
+from gymllm_trainers.train import TINY, policy_decoder, warm_start_folder
 
 SCRIPTED = "scripted"
 
@@ -97,7 +101,9 @@ class Evaluation:
     seed: int
     concurrency: int
     skill: float
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
+    run: TrainConfig | None
+    """The run's configuration, where the model is a run's folder."""
     out: Path
 
 
@@ -115,11 +121,13 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
         prog="gymllm-eval",
         description="Plays episodes with a model and says what they came to.",
     )
-    base = TrainConfig()
+    is_run = RunFolder(Path(settings.model)).config.is_file()
+    run = (
+        merge(TrainConfig(), read_yaml(RunFolder(Path(settings.model)).config)) if is_run else None
+    )
+    base = run or TrainConfig()
     if settings.config is not None:
         base = merge(base, read_yaml(settings.config))
-    elif (Path(settings.model) / "config.yaml").is_file():
-        base = merge(base, read_yaml(RunFolder(Path(settings.model)).config))
     env = base.env
     if settings.env and settings.env != env.id:
         # Arguments of one environment mean nothing to another.
@@ -147,6 +155,7 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
         concurrency=concurrency,
         skill=settings.skill,
         dtype=base.model.dtype,
+        run=run,
         out=settings.out or _default_out(settings.model, env.id),
     )
 
@@ -255,17 +264,41 @@ def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokeniz
             context_length=max(evaluation.engine.context_length, 65_536),
         )
         return engine, tokenizer
-    folder = Path(evaluation.model)
-    name: str | Path = evaluation.model
-    if (folder / "config.yaml").is_file():
-        name = RunFolder(folder).model
-        if not name.is_dir():
-            raise ModelError(
-                f"the run in {folder} has written no model yet: it does at each checkpoint. "
-                f"Continue it with gymllm-train --resume {folder}."
-            )
-    model = load_model(name, dtype=evaluation.dtype)
-    return JaxEngine(model.decoder(), evaluation.engine, timeline=timeline), model.tokenizer
+    if evaluation.run is not None:
+        decoder, tokenizer = _run_policy(RunFolder(Path(evaluation.model)), evaluation.run)
+    else:
+        model = load_model(evaluation.model, dtype=evaluation.dtype)
+        decoder, tokenizer = model.decoder(), model.tokenizer
+    return JaxEngine(decoder, evaluation.engine, timeline=timeline), tokenizer
+
+
+def _run_policy(folder: RunFolder, config: TrainConfig) -> tuple[Decoder, Tokenizer]:
+    """The policy of a run: of its last checkpoint, or of its exported model if that is as new."""
+    checkpoints = Checkpointer(folder.checkpoints)
+    step = checkpoints.latest()
+    exported = folder.model / "config.json"
+    if exported.is_file() and (
+        step is None or exported.stat().st_mtime >= checkpoints.path(step).stat().st_mtime
+    ):
+        model = load_model(folder.model, dtype=config.model.dtype)
+        return model.decoder(compute_dtype=config.model.compute_dtype), model.tokenizer
+    if step is None:
+        raise ModelError(
+            f"the run in {folder.path} has no checkpoint yet. "
+            f"Continue it with gymllm-train --resume {folder.path}."
+        )
+    start = str(warm_start_folder(config)) if config.model.name == TINY else config.model.name
+    model = load_model(start, dtype=config.model.dtype)
+    learner = Learner(
+        policy_decoder(config, model),
+        config.learner,
+        row_tokens=config.engine.context_length,
+        temperature=1.0,
+        max_lag=0,
+    )
+    trained = checkpoints.restore(step, {"trainable": learner.state.trainable})["trainable"]
+    learner.state = learner.state._replace(trainable=trained)
+    return learner.policy(), model.tokenizer
 
 
 def summarize(evaluation: Evaluation, result: EvaluationResult) -> dict[str, object]:
