@@ -159,9 +159,9 @@ import asyncio, hashlib, signal, sys, threading, time
 from gymllm_trainers import cli, interrupt
 
 def stuck(arguments):
-    print("ready", flush=True)
     while True:
         try:
+            print("ready", flush=True)
             hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)  # no Python handler runs in C code
         except KeyboardInterrupt:
             pass  # it came before the C code was reached
