@@ -1,12 +1,9 @@
 """`gymllm/FrozenLake-v0`: Gymnasium's FrozenLake in text, on a new random map each episode.
 
-The state is the grid, one letter a cell and one row a line: `P` the player, `F` ice, `H` a hole, `G` the
-goal. `scripted_action` plays it from that text with a chosen skill, as a baseline and to warm-start a
-model.
+The first observation shows the map, one letter a cell and one row a line: `S` the start, `F` ice, `H` a
+hole, `G` the goal. Each observation says where the player is and what is around. `scripted_action` plays
+from that text with a chosen skill, as a baseline and to warm-start a model.
 """
-
-# pyright: reportUnknownMemberType=false
-# FrozenLakeEnv has no annotations; what it returns is cast.
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ ACTIONS = ("left", "down", "right", "up")
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 """Row and column that each action adds."""
 INSTRUCTIONS = (
-    "Walk from P to G over ice F. Never enter a hole H.\n"
+    "Walk from S to G over ice F. Never enter a hole H.\n"
     "Answer with one word: left, down, right or up."
 )
 FELL = "You fell into a hole."
@@ -106,79 +103,93 @@ class RandomLake(gymnasium.Env[Any, Any]):
         self._frozen_probability = frozen_probability
         self._map: list[str] = []
         self._lake: FrozenLakeEnv | None = None
+        self._at_start = True
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         super().reset(seed=seed)
         map_seed, lake_seed = self.np_random.integers(2**31, size=2).tolist()
         self._map = generate_random_map(self._size, self._frozen_probability, map_seed)
         self._lake = FrozenLakeEnv(desc=self._map, is_slippery=self._is_slippery)
+        self._at_start = True
         return cast("Start", self._lake.reset(seed=lake_seed))
 
     def step(self, action: int) -> Transition:
         assert self._lake is not None, "Env.step refuses to step before reset"
+        self._at_start = False
         return cast("Transition", self._lake.step(action))
 
     def describe(self, observation: int) -> str:
-        """The grid with the player on it; at the end, how it ended."""
+        """Where the player is and what is around, below the map at first; at the end, how it ended."""
         row, column = divmod(observation, self._size)
-        cells: Grid = [list(line.replace("S", "F")) for line in self._map]
-        entered, cells[row][column] = cells[row][column], "P"
-        grid = "\n".join(" ".join(line) for line in cells)
-        ending = {"H": f"\n{FELL}", "G": f"\n{REACHED}"}.get(entered, "")
-        return grid + ending
+        ending = {"H": FELL, "G": REACHED}.get(self._map[row][column])
+        if ending:
+            return ending
+        around = ", ".join(
+            f"{action} {self._cell(row + down, column + right)}"
+            for action, (down, right) in MOVES.items()
+        )
+        here = f"row {row} column {column}: {around}"
+        if not self._at_start:
+            return here
+        return "\n".join(" ".join(line) for line in self._map) + "\n" + here
+
+    def _cell(self, row: int, column: int) -> str:
+        inside = 0 <= row < self._size and 0 <= column < self._size
+        return self._map[row][column].replace("S", "F") if inside else "wall"
 
 
 make_vector = functools.partial(make_pool, ENV_ID)
 """What `gymnasium.make_vec` calls: lakes in a pool."""
 
-_GRID = re.compile(r"(?:^[PFHG](?: [PFHG])+$\n?)+", re.MULTILINE)
+_MAP = re.compile(r"(?:^[SFHG](?: [SFHG])+$\n?)+", re.MULTILINE)
+_PLACE = re.compile(r"row (\d+) column (\d+)")
 
 
-def find_grid(text: str) -> Grid | None:
-    """The last whole grid with a player in a text, or None."""
-    for match in reversed(list(_GRID.finditer(text))):
+def find_state(text: str) -> tuple[Grid, int, int] | None:
+    """The last whole map in a text, and the last row and column; None if either is missing."""
+    places = _PLACE.findall(text)
+    for match in reversed(list(_MAP.finditer(text))):
         rows = [line.split(" ") for line in match.group().splitlines()]
-        # Two grids that touch (one row a line, no text between them) are told apart by their width.
+        # Two maps that touch (no text between them) are told apart by their width.
         rows = rows[-len(rows[-1]) :]
-        if len({len(row) for row in rows}) == 1 and sum(row.count("P") for row in rows) == 1:
-            return rows
+        if len({len(row) for row in rows}) == 1 and sum(row.count("G") for row in rows) == 1:
+            row, column = (int(number) for number in places[-1]) if places else (-1, -1)
+            inside = 0 <= row < len(rows) and 0 <= column < len(rows[0])
+            return (rows, row, column) if inside else None
     return None
 
 
-def optimal_actions(grid: Grid) -> tuple[str, ...]:
-    """Every action that starts a shortest path from P to G without slipping; none if there is no path."""
-    size = len(grid)
-    goal = next(((r, row.index("G")) for r, row in enumerate(grid) if "G" in row), None)
-    start = next((r, row.index("P")) for r, row in enumerate(grid) if "P" in row)
-    if goal is None:
-        return ()
+def optimal_actions(grid: Grid, row: int, column: int) -> tuple[str, ...]:
+    """Every action that starts a shortest path to G without slipping; none if there is no path."""
+    goal = next((r, cells.index("G")) for r, cells in enumerate(grid) if "G" in cells)
     distance, queue = {goal: 0}, deque([goal])
     while queue:
-        row, column = queue.popleft()
+        at = queue.popleft()
         for down, right in MOVES.values():
-            cell = (row + down, column + right)
+            cell = (at[0] + down, at[1] + right)
             if (
                 cell not in distance
-                and 0 <= cell[0] < size
+                and 0 <= cell[0] < len(grid)
                 and 0 <= cell[1] < len(grid[0])
                 and grid[cell[0]][cell[1]] != "H"
             ):
-                distance[cell] = distance[row, column] + 1
+                distance[cell] = distance[at] + 1
                 queue.append(cell)
-    if start not in distance:
+    here = distance.get((row, column))
+    if here is None:
         return ()
     return tuple(
         action
         for action, (down, right) in MOVES.items()
-        if distance.get((start[0] + down, start[1] + right)) == distance[start] - 1
+        if distance.get((row + down, column + right)) == here - 1
     )
 
 
 def scripted_action(prompt_text: str, *, rng: np.random.Generator, skill: float) -> str:
-    """Plays from the last grid in a text.
+    """Plays from the last map and the last place in a text.
 
     Args:
-        prompt_text: Anything with a grid in it: an observation or a whole conversation.
+        prompt_text: A whole conversation, or an episode's first observation.
         rng: All the randomness there is; always drawn from in the same way.
         skill: Probability, 0 to 1, of an optimal move (any one of them, equally likely); else the move
             is any of the four, equally likely.
@@ -188,7 +199,7 @@ def scripted_action(prompt_text: str, *, rng: np.random.Generator, skill: float)
     """
     if not 0 <= skill <= 1:
         raise ConfigError(f"skill must be from 0 to 1, got {skill}.")
-    grid = find_grid(prompt_text)
-    best = optimal_actions(grid) if grid is not None else ()
+    state = find_state(prompt_text)
+    best = optimal_actions(*state) if state is not None else ()
     choices = best if rng.random() < skill and best else ACTIONS
     return choices[int(rng.integers(len(choices)))]

@@ -30,22 +30,26 @@ from gymllm_trainers.loss import (
     token_statistics,
 )
 from gymllm_trainers.models.decoder import Decoder, LoRAParam, merge_adapters
-from gymllm_trainers.packing import PackedBatch, Packer, TrainingSequence
+from gymllm_trainers.packing import PackedBatch, Packer, TrainingSequence, pack_rows
 
 Tree = Any
 """A pytree of arrays: JAX's own functions say no more of it."""
+Program = Callable[..., Any]
+"""Something compiled, or compiled at its first call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """How the policy is updated."""
 
-    groups_per_step: int = 4
+    groups_per_step: int = 2
     """Groups in one optimizer step."""
     learning_rate: float = 3e-4
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0 to its peak."""
+    decay_steps: int = 0
+    """Steps after which the learning rate has fallen to a tenth of its peak; 0 keeps it constant."""
     adam_b1: float = 0.9
     """Decay of AdamW's first moment."""
     adam_b2: float = 0.99
@@ -70,7 +74,7 @@ class LearnerConfig:
     zero_variance: Literal["refill", "keep"] = "refill"
     """refill: a group whose rewards are all equal is counted and replaced by another task; keep: it counts
     towards groups_per_step, with advantage 0."""
-    rows: int = 8
+    rows: int = 4
     """Rows of a micro-batch."""
     row_tokens: int = 0
     """Tokens of a row; 0 is the engine's context length."""
@@ -102,12 +106,12 @@ class Sums(NamedTuple):
 
 
 class LearnerState(NamedTuple):
-    """Everything a checkpoint of the learner holds, and what accumulates towards the next step."""
+    """Everything that changes at a step, replaced as one: another thread sees all of it or none."""
 
     trainable: Tree
     optimizer: Tree
-    gradient: Tree
-    """Unnormalised sum since the last step, float32."""
+    version: int
+    """Optimizer steps taken: the policy version of `trainable`."""
 
 
 class Learner:
@@ -135,21 +139,36 @@ class Learner:
             max_lag: Oldest token that is trained on, in policy versions behind the current one.
         """
         self.config = config
-        self.version = 0
         self._max_lag = max_lag
         self._temperature = temperature
+        self._row_tokens = row_tokens
         self._packer = Packer(rows=config.rows, length=row_tokens)
         wanted = LoRAParam if decoder.adapters is not None else nnx.Param
         graph, trainable, frozen = nnx.split(decoder, wanted, ...)
         self._graph, self._frozen = graph, frozen
         self._optimizer = _optimizer(config)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trainable)
-        self.state = LearnerState(trainable, self._optimizer.init(trainable), zeros)
-        self._accumulate = jax.jit(self._accumulate_rows, donate_argnums=(2,))
-        self._step = jax.jit(self._apply, donate_argnums=(1, 2))
-        self._merge = jax.jit(self._merged)
+        self.state = LearnerState(trainable, self._optimizer.init(trainable), 0)
+        self._gradient: Tree = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trainable
+        )  # unnormalised sum since the last step
+        self._accumulate: Program = jax.jit(self._accumulate_rows, donate_argnums=(2,))
+        # The optimizer's state is not donated: a checkpoint may be taken of it at any moment.
+        self._step: Program = jax.jit(self._apply, donate_argnums=(2,))
+        self._merge: Program = jax.jit(self._merged)
         self._sums: list[Sums] = []
         self._counts = _Counts()
+
+    def compile(self) -> None:
+        """Compiles everything that a run calls, so that no step is slower for it."""
+        empty = pack_rows([[] for _ in range(self.config.rows)], length=self._row_tokens)
+        state = self.state
+        self._accumulate = _compiled(
+            self._accumulate, state.trainable, self._frozen, self._gradient, empty
+        )
+        self._step = _compiled(
+            self._step, state.trainable, state.optimizer, self._gradient, np.float32(1)
+        )
+        self._merge = _compiled(self._merge, state.trainable, self._frozen)
 
     # ------------------------------------------------------------------ what the run calls
 
@@ -176,6 +195,11 @@ class Learner:
             self._add_batch(batch)
 
     @property
+    def version(self) -> int:
+        """Policy version: optimizer steps taken."""
+        return self.state.version
+
+    @property
     def groups(self) -> int:
         """Groups that count towards the next step."""
         return self._counts.groups
@@ -185,11 +209,11 @@ class Learner:
         for batch in self._packer.flush():
             self._add_batch(batch)
         count = max(self._counts.trained, 1.0)
-        trainable, optimizer, gradient, norm = self._step(
-            self.state.trainable, self.state.optimizer, self.state.gradient, np.float32(count)
+        state = self.state
+        trainable, optimizer, self._gradient, norm = self._step(
+            state.trainable, state.optimizer, self._gradient, np.float32(count)
         )
-        self.state = LearnerState(trainable, optimizer, gradient)
-        self.version += 1
+        self.state = LearnerState(trainable, optimizer, state.version + 1)
         metrics = self._metrics(float(norm), count)
         self._sums, self._counts = [], _Counts()
         return metrics
@@ -197,6 +221,15 @@ class Learner:
     def weights(self) -> Tree:
         """The policy's full parameters, adapters merged: what an engine is given."""
         return self._merge(self.state.trainable, self._frozen)
+
+    def policy(self) -> Decoder:
+        """The policy as a decoder without adapters."""
+        graph, _ = nnx.split(
+            jax.eval_shape(
+                merge_adapters, nnx.merge(self._graph, self.state.trainable, self._frozen)
+            )
+        )
+        return nnx.merge(graph, self.weights())
 
     # ------------------------------------------------------------------ sequences and counts
 
@@ -229,10 +262,9 @@ class Learner:
         self._counts.trained += batch.trained
         self._counts.tokens += batch.tokens
         self._counts.computed += batch.ids.size
-        gradient, sums = self._accumulate(
-            self.state.trainable, self._frozen, self.state.gradient, batch
+        self._gradient, sums = self._accumulate(
+            self.state.trainable, self._frozen, self._gradient, batch
         )
-        self.state = self.state._replace(gradient=gradient)
         self._sums.append(sums)
 
     def _metrics(self, norm: float, count: float) -> dict[str, float]:
@@ -336,6 +368,11 @@ class Learner:
         return nnx.state(merge_adapters(nnx.merge(self._graph, trainable, frozen)))
 
 
+def _compiled(program: Program, *arguments: Tree) -> Program:
+    """Compiles a jitted function for these arguments' shapes, and for no others."""
+    return cast("jax.stages.Wrapped", program).lower(*arguments).compile()
+
+
 @dataclass
 class _Counts:
     """Host-side sums since the last step."""
@@ -353,9 +390,14 @@ class _Counts:
 
 def _optimizer(config: LearnerConfig) -> optax.GradientTransformation:
     peak = config.learning_rate
-    schedule: float | Callable[[Any], Any] = (
-        optax.linear_schedule(0.0, peak, config.warmup_steps) if config.warmup_steps else peak
-    )
+    rise = optax.linear_schedule(0.0, peak, config.warmup_steps)
+    if config.decay_steps:
+        rest = optax.linear_schedule(
+            peak, peak / 10, max(config.decay_steps - config.warmup_steps, 1)
+        )
+    else:
+        rest = optax.constant_schedule(peak)
+    schedule = optax.join_schedules([rise, rest], [config.warmup_steps])
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(

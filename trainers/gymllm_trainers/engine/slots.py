@@ -14,6 +14,10 @@ from gymllm.engine import FinishReason, SamplingParams
 from gymllm_trainers.engine.config import EngineConfig
 
 
+STEP_COST = 16
+"""What a step costs beside its tokens, in tokens: the launch, the sampling and the host's work."""
+
+
 @dataclass(eq=False)
 class Request:
     """One request on its way."""
@@ -198,15 +202,22 @@ class SlotScheduler:
         return prefill, decode
 
     def _step(self, requests: list[Request]) -> Step:
+        """The shape that wastes least, filled with the requests that came first."""
+        lefts = [len(r.ids) - len(self._slots[r.slot].ids) for r in requests]
+        decode = max(lefts) == 1
+
+        def efficiency(shape: tuple[int, int]) -> float:
+            rows, chunk = shape
+            used = sum(min(left, chunk) for left in lefts[:rows])
+            return used / (rows * chunk + STEP_COST)
+
+        shapes = [shape for shape in self._config.shapes if (shape[1] == 1) == decode]
+        batch_rows, chunk = max(shapes, key=efficiency)
         rows: list[Row] = []
-        lefts = [len(s.ids) - len(self._slots[s.slot].ids) for s in requests]
-        sizes = (1, *self._config.prefill_chunks)
-        chunk = next((size for size in sizes if size >= max(lefts)), sizes[-1])
-        for request, left in zip(requests, lefts, strict=True):
+        for request, left in zip(requests[:batch_rows], lefts, strict=False):
             start = len(request.ids) - left
             tokens = request.ids[start : start + chunk]
             rows.append(Row(request, request.slot, tokens, start, left <= chunk))
-        batch_rows = next(size for size in self._config.batch_rows if size >= len(rows))
         return Step(tuple(rows), batch_rows, chunk)
 
     def advance(

@@ -1,0 +1,399 @@
+"""One training run, top to bottom: setup, rollout, advantage, update, log.
+
+Everything that waits lives on one event loop in the main thread: episodes, agents, the loop below. The
+engine has a thread of its own, gradients are computed in a worker thread, the display has one too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar, cast
+
+import anyio
+import anyio.to_thread
+import jax.numpy as jnp
+from flax import nnx
+
+from gymllm.agent import AgentFactory
+from gymllm.errors import RunError
+from gymllm.pool import EnvPool
+from gymllm.rollout import AdmissionGate, Rollout
+from gymllm.task import SeededTasks
+from gymllm.timeline import Timeline
+from gymllm.trajectory import Group
+from gymllm_agents import Tokenizer
+from gymllm_envs.scripted import scripted_player
+from gymllm_trainers.build import build_agents, build_pool
+from gymllm_trainers.checkpoint import Checkpointer, Json
+from gymllm_trainers.compilation import use_compilation_cache
+from gymllm_trainers.config import TrainConfig, open_run_folder
+from gymllm_trainers.display import Display, RunView
+from gymllm_trainers.engine import JaxEngine
+from gymllm_trainers.engine.engine import EngineCounts
+from gymllm_trainers.learner import Learner, LearnerState
+from gymllm_trainers.models import (
+    Decoder,
+    LoadedModel,
+    decoder_params,
+    load_model,
+    random_decoder,
+    save_model,
+    tiny_config,
+)
+from gymllm_trainers.report import print_report
+from gymllm_trainers.run_files import RunFiles
+from gymllm_trainers.run_folder import warn
+from gymllm_trainers.statistics import StepStatistics
+from gymllm_trainers.warm_start import cache_folder, learn_tokenizer, warm_start
+
+T = TypeVar("T")
+
+TINY = "tiny"
+"""Name of gymllm's own tiny model."""
+
+
+def run(config: TrainConfig) -> None:
+    """Trains, and leaves everything in the run's folder.
+
+    Raises:
+        GymLLMError: A setting can't be used, or the run can't go on; what was collected is saved.
+        KeyboardInterrupt: Ctrl-C; a checkpoint was written.
+    """
+    started = time.monotonic()
+    use_compilation_cache()
+    folder = open_run_folder(config)
+    timeline = Timeline()
+    checkpoints = Checkpointer(folder.checkpoints, keep=config.checkpoint.keep)
+    resume_step = checkpoints.latest() if config.resume is not None else None
+    view = RunView(name=folder.path.name, steps=config.steps, timeline=timeline)
+    files = RunFiles(folder, config, timeline, resume_step=resume_step)
+    headline = "Stopped by an error"
+    try:
+        with Display(view, live=config.metrics.display) as display:
+            session = _Session(config, timeline, checkpoints, resume_step, view, display, files)
+            # asyncio: SIGINT cancels the main task, and is raised again once everything is closed.
+            anyio.run(_main, session, backend="asyncio")
+        headline = "Finished"
+    except KeyboardInterrupt:
+        headline = f"Interrupted at step {view.step}"
+        raise
+    finally:
+        files.close(draw=headline == "Finished")
+        print_report(
+            folder=folder,
+            timeline=timeline,
+            elapsed_s=time.monotonic() - started,
+            headline=headline,
+            notes=files.notes,
+        )
+
+
+@dataclass(frozen=True)
+class _Session:
+    """What the parts of one run share."""
+
+    config: TrainConfig
+    timeline: Timeline
+    checkpoints: Checkpointer
+    resume_step: int | None
+    view: RunView
+    display: Display
+    files: RunFiles
+
+
+async def _main(session: _Session) -> None:
+    config, display = session.config, session.display
+    clock = session.timeline.clock("learner")
+    pool = build_pool(
+        config.env.id,
+        config.env.kwargs,
+        config.rollout.concurrency,
+        worker=config.env.worker,
+        reset_timeout_s=config.env.reset_timeout_s,
+        step_timeout_s=config.env.step_timeout_s,
+    )
+    try:
+        clock.enter("model")
+        started = time.monotonic()
+        model = await _model(config, pool, display.phase)
+        session.files.notes.append(f"model ready after {time.monotonic() - started:.1f} s")
+        agents = build_agents(model.tokenizer, config.agent, config.agent.tools)
+        clock.enter("compile")
+        display.phase("compiling")
+        learner, engine = await _in_thread(lambda: _learner_and_engine(session, model))
+        try:
+            await _train(session, pool, model.tokenizer, agents, learner, engine)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await engine.aclose()
+    finally:
+        clock.enter("closed")
+        with anyio.CancelScope(shield=True):
+            await pool.aclose()
+
+
+async def _train(
+    session: _Session,
+    pool: EnvPool,
+    tokenizer: Tokenizer,
+    agents: AgentFactory,
+    learner: Learner,
+    engine: JaxEngine,
+) -> None:
+    """The loop: groups as they complete, a step when enough of them have, weights to the engine."""
+    config, view = session.config, session.view
+    clock = session.timeline.clock("learner")
+    gate = AdmissionGate(
+        groups_per_step=config.learner.groups_per_step, max_lag=config.rollout.max_lag
+    )
+    first_index, again = _position(session)
+    rollout = Rollout(
+        pool=pool,
+        make_agent=agents,
+        engine=engine,
+        tasks=SeededTasks(run_seed=config.seed, count=config.env.tasks),
+        config=config.rollout,
+        gate=gate,
+        run_seed=config.seed,
+        timeline=session.timeline,
+        first_index=first_index,
+        again=again,
+    )
+    engine.idle_cause = lambda: (
+        "waiting: environments" if rollout.counts.in_flight else "waiting: learner"
+    )
+    # JAX compiles in C++, where no thread can be told to stop: the learner's first steps do it.
+    view.step, view.phase = learner.version, "training"
+    session.display.phase("training")
+    statistics = StepStatistics()
+    saved = session.resume_step
+    try:
+        async with rollout.stream() as groups:
+            while learner.version < config.steps:
+                step = learner.version + 1
+                started, engine_before = time.monotonic(), replace(engine.counts)
+                pending: list[Group] = []
+                while learner.groups < config.learner.groups_per_step:
+                    clock.enter("waiting: episodes")
+                    group = await groups.receive()
+                    clock.enter("gradient")
+                    statistics.add(group)
+                    session.files.trajectories(step, group.trajectories)
+                    if await _in_thread(lambda group=group: learner.add_group(group)):
+                        pending.append(group)
+                    else:
+                        rollout.settle(group.task)
+                        gate.leave()
+                clock.enter("update")
+                metrics = await _in_thread(learner.step)
+                clock.enter("publish")
+                engine.publish(await _in_thread(learner.weights), learner.version)
+                for group in pending:
+                    rollout.settle(group.task)
+                gate.leave(len(pending))
+                clock.enter("log")
+                seconds = time.monotonic() - started
+                numbers = {
+                    **{f"learner/{name}": value for name, value in metrics.items()},
+                    **statistics.metrics(),
+                    **_engine_metrics(engine, engine_before, seconds),
+                    **_rollout_metrics(rollout, gate, pool),
+                    **_time_metrics(session.timeline),
+                    "time/step_s": seconds,
+                }
+                session.files.metrics(step, numbers)
+                _show(view, step, numbers, gate, rollout)
+                session.display.step_done()
+                every = config.checkpoint.every
+                if every and step % every == 0 and step < config.steps:
+                    clock.enter("checkpoint")
+                    if await _in_thread(lambda: _try_checkpoint(session, learner, rollout)):
+                        saved = step
+    finally:
+        # Ctrl-C and errors come through here too: a cancelled task must still be able to save.
+        with anyio.CancelScope(shield=True):
+            clock.enter("checkpoint")
+            if saved != learner.version:
+                await _in_thread(lambda: _checkpoint(session, learner, rollout))
+    clock.enter("export")
+    session.display.phase("writing the model")
+    await _in_thread(lambda: _export(session, learner, tokenizer))
+
+
+# ------------------------------------------------------------------ setup
+
+
+async def _model(
+    config: TrainConfig, pool: EnvPool, progress: Callable[[str], None]
+) -> LoadedModel:
+    """The model that training starts from: loaded, or for "tiny" warm-started or random."""
+    dtype = config.model.dtype
+    if config.model.name != TINY:
+        progress(f"loading {config.model.name}")
+        return await _in_thread(lambda: load_model(config.model.name, dtype=dtype))
+    settings = config.warm_start
+    player = scripted_player(config.env.id)  # an unknown one is an error before any work is done
+    if not settings.enabled:
+        tokenizer = await learn_tokenizer(pool, player, config=settings, seed=config.seed)
+        decoder = random_decoder(tiny_config(tokenizer.vocab_size), seed=config.seed, dtype=dtype)
+        return LoadedModel(decoder.config, decoder_params(decoder), tokenizer)
+    folder = warm_start_folder(config)
+    if not (settings.cache and folder.exists()):
+        await warm_start(
+            folder,
+            settings,
+            pool=pool,
+            player=player,
+            agents=lambda tokenizer: build_agents(tokenizer, config.agent, config.agent.tools),
+            limits=config.rollout.limits,
+            context_length=config.engine.context_length,
+            seed=config.seed,
+            progress=progress,
+        )
+    return await _in_thread(lambda: load_model(str(folder), dtype=dtype))
+
+
+def warm_start_folder(config: TrainConfig) -> Path:
+    """Where the tiny model's warm start for this configuration is kept."""
+    depends_on: dict[str, object] = {
+        "env": (config.env.id, dict(config.env.kwargs)),
+        "agent": asdict(config.agent),
+        "max_turns": config.rollout.max_turns,
+        "context_length": config.engine.context_length,
+    }
+    return cache_folder(config.warm_start, seed=config.seed, depends_on=depends_on)
+
+
+def policy_decoder(config: TrainConfig, model: LoadedModel) -> Decoder:
+    """The decoder to train, with the adapters that the settings ask for."""
+    settings = config.model
+    decoder = model.decoder(compute_dtype=jnp.dtype(settings.compute_dtype))
+    decoder.remat = settings.remat
+    if settings.lora_rank:
+        decoder.add_adapters(
+            rank=settings.lora_rank, alpha=settings.lora_alpha, rngs=nnx.Rngs(config.seed)
+        )
+    return decoder
+
+
+def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner, JaxEngine]:
+    config = session.config
+    learner = Learner(
+        policy_decoder(config, model),
+        config.learner,
+        row_tokens=config.learner.row_tokens or config.engine.context_length,
+        temperature=config.agent.temperature,
+        max_lag=config.rollout.max_lag,
+    )
+    if session.resume_step is not None:
+        like = {"trainable": learner.state.trainable, "optimizer": learner.state.optimizer}
+        arrays = session.checkpoints.restore(session.resume_step, like)
+        learner.state = LearnerState(arrays["trainable"], arrays["optimizer"], session.resume_step)
+    engine = JaxEngine(
+        learner.policy(), config.engine, timeline=session.timeline, version=learner.version
+    )
+    learner.compile()  # while the engine compiles in its own thread, and the first episodes play
+    return learner, engine
+
+
+def _position(session: _Session) -> tuple[int, list[int]]:
+    """First task that was never started, and those to play again."""
+    if session.resume_step is None:
+        return 0, []
+    state = session.checkpoints.restore_state(session.resume_step)
+    return cast("int", state["next_task"]), cast("list[int]", state["again"])
+
+
+# ------------------------------------------------------------------ what is kept
+
+
+def _checkpoint(session: _Session, learner: Learner, rollout: Rollout) -> None:
+    # One read: the state is replaced as a whole, so what is saved belongs together.
+    state = learner.state
+    next_task, again = rollout.position()
+    progress: dict[str, Json] = {"next_task": next_task, "again": cast("list[Json]", again)}
+    arrays = {"trainable": state.trainable, "optimizer": state.optimizer}
+    session.checkpoints.save(state.version, arrays, progress)
+
+
+def _try_checkpoint(session: _Session, learner: Learner, rollout: Rollout) -> bool:
+    """A checkpoint on the way; one that can't be written is said, and the run goes on."""
+    try:
+        _checkpoint(session, learner, rollout)
+    except RunError as error:
+        warn(str(error))
+        return False
+    return True
+
+
+def _export(session: _Session, learner: Learner, tokenizer: Tokenizer) -> None:
+    decoder = learner.policy()
+    save_model(
+        session.files.folder.model,
+        decoder.config,
+        decoder_params(decoder),
+        tokenizer,
+        overwrite=True,
+    )
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def _engine_metrics(engine: JaxEngine, before: EngineCounts, seconds: float) -> dict[str, float]:
+    now = engine.counts
+    computed = max(now.computed_tokens - before.computed_tokens, 1)
+    used = now.prefill_tokens - before.prefill_tokens
+    used += now.generated_tokens - before.generated_tokens
+    return {
+        "engine/generated_per_s": (now.generated_tokens - before.generated_tokens) / seconds,
+        "engine/prefilled_per_s": (now.prefill_tokens - before.prefill_tokens) / seconds,
+        "engine/steps": float(now.steps - before.steps),
+        "engine/padding_share": 1 - used / computed,
+    }
+
+
+def _rollout_metrics(rollout: Rollout, gate: AdmissionGate, pool: EnvPool) -> dict[str, float]:
+    counts = rollout.counts
+    return {
+        "rollout/in_flight": float(counts.in_flight),
+        "rollout/groups_outstanding": float(gate.outstanding),
+        "rollout/failed_episodes": float(counts.failed),
+        "rollout/replaced_groups": float(counts.replaced_groups),
+        "rollout/lost_episodes": float(counts.lost_episodes),
+        **{f"rollout/failed/{kind}": float(n) for kind, n in rollout.failures.items()},
+    }
+
+
+def _time_metrics(timeline: Timeline) -> dict[str, float]:
+    """Share of each resource's time so far, by state; a resource's shares add up to 1."""
+    shares: dict[str, float] = {}
+    for resource, clock in timeline.clocks.items():
+        totals = clock.totals_s()
+        whole = sum(totals.values())
+        shares |= {f"time/{resource}/{state}": s / whole for state, s in totals.items()}
+    return shares
+
+
+def _show(
+    view: RunView,
+    step: int,
+    numbers: dict[str, float],
+    gate: AdmissionGate,
+    rollout: Rollout,
+) -> None:
+    view.step, view.reward = step, numbers["reward/mean"]
+    view.turns, view.episode_tokens = numbers["episode/turns"], numbers["episode/tokens"]
+    view.generated_per_s = numbers["engine/generated_per_s"]
+    view.trained_per_s = numbers.get("learner/train_tokens", 0.0) / numbers["time/step_s"]
+    view.lag_mean = numbers.get("learner/lag_mean", 0.0)
+    view.lag_max = int(numbers.get("learner/lag_max", 0))
+    view.groups_in_flight, view.failures = gate.outstanding, rollout.counts.failed
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Runs something that computes in a worker thread; Ctrl-C doesn't wait for it."""
+    return await anyio.to_thread.run_sync(function, abandon_on_cancel=True)

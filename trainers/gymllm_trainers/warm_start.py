@@ -1,0 +1,247 @@
+"""The tiny model's warm start: supervised learning on scripted, imperfect play.
+
+The scripted player plays through the same pool, agent and ledger as the policy will; what comes out are
+ordinary trajectories, and the learner is the ordinary learner with the supervised loss. The result is an
+ordinary model folder in the user's cache, named by everything that it depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import platformdirs
+
+from gymllm.agent import AgentFactory
+from gymllm.engine import Engine
+from gymllm.engines.scripted import ScriptedEngine
+from gymllm.episode import EpisodeLimits, run_episode
+from gymllm.errors import ConfigError, RunError
+from gymllm.pool import EnvPool
+from gymllm.task import SeededTasks
+from gymllm.timeline import Timeline
+from gymllm.trajectory import Ending, Trajectory
+from gymllm_agents import Tokenizer, train_tokenizer
+from gymllm_envs.scripted import ScriptedPlayer
+from gymllm_trainers.learner import Learner, LearnerConfig
+from gymllm_trainers.models import decoder_params, random_decoder, save_model, tiny_config
+from gymllm_trainers.packing import TrainingSequence
+
+FORMAT = 1
+"""Raised when the same settings would give another model, so that old caches are left alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """How the tiny model is warm-started. Other models take no part in it."""
+
+    enabled: bool = True
+    """Without it the tiny model starts from random weights."""
+    cache: bool = True
+    """Whether a warm start is kept in, and taken from, the user's cache folder."""
+    episodes: int = 1200
+    """Scripted episodes that are imitated, each once."""
+    batch_episodes: int = 8
+    """Episodes of one optimizer step."""
+    skill: float = 0.6
+    """Probability of an optimal move; the other moves are random. The reward that reinforcement
+    learning starts from follows from it."""
+    learning_rate: float = 2e-3
+    """Peak learning rate; it falls linearly to a tenth."""
+    rows: int = 4
+    """Rows of a micro-batch."""
+    vocab_size: int = 384
+    """Entries of the tokenizer that is trained on the episodes' text, at most."""
+
+    def __post_init__(self) -> None:
+        if self.episodes < self.batch_episodes or self.batch_episodes < 1:
+            raise ConfigError(
+                f"warm_start.episodes ({self.episodes}) must be >= warm_start.batch_episodes "
+                f"({self.batch_episodes}) >= 1."
+            )
+        if not 0 <= self.skill <= 1:
+            raise ConfigError(f"warm_start.skill must be from 0 to 1, got {self.skill}.")
+
+
+def cache_folder(config: WarmStartConfig, *, seed: int, depends_on: dict[str, object]) -> Path:
+    """Where the warm start of these settings is kept.
+
+    Args:
+        config: How it is made.
+        seed: The run's seed.
+        depends_on: What else decides it: the environment's and the agent's settings.
+    """
+    # The file system is asked for no name that a setting's text could break.
+    text = json.dumps([FORMAT, asdict(config), seed, depends_on], sort_keys=True, default=str)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Path(platformdirs.user_cache_dir("gymllm")) / "warm_start" / name
+
+
+async def scripted_episodes(
+    pool: EnvPool,
+    make_agent: AgentFactory,
+    engine: Engine,
+    *,
+    episodes: int,
+    seed: int,
+    limits: EpisodeLimits,
+) -> list[Trajectory]:
+    """Plays scripted episodes, one after another: nothing waits, so nothing is gained at once."""
+    tasks = SeededTasks(run_seed=seed, split="warm-start")
+    timeline = Timeline(1)
+    played: list[Trajectory] = []
+    failed = 0
+    while len(played) < episodes:
+        async with pool.lease() as env:
+            trajectory = await run_episode(
+                env=env,
+                make_agent=make_agent,
+                engine=engine,
+                task=tasks.task(len(played) + failed),
+                member=0,
+                run_seed=seed,
+                limits=limits,
+                timeline=timeline,
+            )
+        if trajectory.ending is Ending.FAILED:
+            failed += 1
+            if failed > episodes:
+                raise RunError(f"scripted episodes keep failing: {trajectory.reason}")
+        else:
+            played.append(trajectory)
+    return played
+
+
+async def learn_tokenizer(
+    pool: EnvPool, player: ScriptedPlayer, *, config: WarmStartConfig, seed: int
+) -> Tokenizer:
+    """A tokenizer trained on what environment and player say, and on the template's own words."""
+    rng = np.random.default_rng(seed)
+    tasks = SeededTasks(run_seed=seed, split="warm-start")
+    # The roles' words stand in every turn: each becomes one token.
+    texts = ["system\n", "user\n", "assistant\n"] * 100
+    for index in range(50):
+        task = tasks.task(index)
+        async with pool.lease() as env:
+            observation, _ = await env.reset(seed=task.seed, options=task.options)
+            for _ in range(100):
+                action = player(observation, rng, config.skill)
+                texts += [observation, action]
+                result = await env.step(action)
+                if result.terminated or result.truncated:
+                    break
+                observation = result.observation
+    return await anyio.to_thread.run_sync(
+        lambda: train_tokenizer(texts, vocab_size=config.vocab_size), abandon_on_cancel=True
+    )
+
+
+async def warm_start(
+    folder: Path,
+    config: WarmStartConfig,
+    *,
+    pool: EnvPool,
+    player: ScriptedPlayer,
+    agents: Callable[[Tokenizer], AgentFactory],
+    limits: EpisodeLimits,
+    context_length: int,
+    seed: int,
+    progress: Callable[[str], None],
+) -> None:
+    """Makes a warm-started tiny model.
+
+    Args:
+        folder: Where the model goes, in the hub's format. Whole or not there at all.
+        config: How.
+        pool: The environments.
+        player: What is imitated.
+        agents: Makes agents for a tokenizer, as the run will.
+        limits: Of the scripted episodes.
+        context_length: Longest episode, in tokens.
+        seed: The run's seed.
+        progress: Told what is going on, in a person's words.
+
+    Raises:
+        RunError: The player's episodes keep failing, or the folder can't be written.
+    """
+    progress("warm start: training the tokenizer")
+    tokenizer = await learn_tokenizer(pool, player, config=config, seed=seed)
+    progress(f"warm start: playing {config.episodes} scripted episodes")
+    engine = ScriptedEngine(
+        lambda prompt, rng: player(prompt, rng, config.skill),
+        tokenizer,
+        context_length=context_length,
+    )
+    played = await scripted_episodes(
+        pool, agents(tokenizer), engine, episodes=config.episodes, seed=seed, limits=limits
+    )
+    stop = threading.Event()
+    try:
+        await anyio.to_thread.run_sync(
+            lambda: _imitate(
+                folder, config, played, tokenizer, context_length, seed, progress, stop
+            ),
+            abandon_on_cancel=True,
+        )
+    finally:
+        stop.set()
+
+
+def _imitate(
+    folder: Path,
+    config: WarmStartConfig,
+    played: list[Trajectory],
+    tokenizer: Tokenizer,
+    context_length: int,
+    seed: int,
+    progress: Callable[[str], None],
+    stop: threading.Event,
+) -> None:
+    decoder = random_decoder(tiny_config(tokenizer.vocab_size), seed=seed)
+    steps = config.episodes // config.batch_episodes
+    learner = Learner(
+        decoder,
+        LearnerConfig(
+            loss="reinforce",
+            learning_rate=config.learning_rate,
+            warmup_steps=min(20, steps),
+            decay_steps=steps,
+            rows=config.rows,
+        ),
+        row_tokens=context_length,
+        temperature=1.0,
+        max_lag=0,
+    )
+    for step in range(steps):
+        if stop.is_set():
+            return
+        batch = played[step * config.batch_episodes : (step + 1) * config.batch_episodes]
+        learner.add_sequences([sequence for one in batch for sequence in supervised(one)])
+        metrics = learner.step()
+        if step % 10 == 0:
+            progress(f"warm start: {step}/{steps}, loss {metrics.get('loss', float('nan')):.3f}")
+    weights = decoder_params(learner.policy())
+    if not stop.is_set():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        save_model(folder, decoder.config, weights, tokenizer, overwrite=True)
+
+
+def supervised(trajectory: Trajectory) -> list[TrainingSequence]:
+    """A trajectory's segments as examples: every token that the player generated is imitated."""
+    return [
+        TrainingSequence(
+            ids=segment.ids,
+            mask=segment.mask.astype(np.float32),
+            behaviour=segment.logprobs,
+            advantage=np.ones(len(segment), np.float32),
+        )
+        for segment in trajectory.segments
+        if segment.mask[1:].any()
+    ]
