@@ -1,5 +1,6 @@
 """`gymllm/FrozenLake-v0`: seeds, text, endings, the scripted player; conformance of every id."""
 
+import re
 from collections.abc import Iterator
 
 import gymnasium
@@ -19,28 +20,22 @@ from gymllm_envs.frozen_lake import (
     MOVES,
     REACHED,
     FrozenLake,
-    find_grid,
+    find_state,
     optimal_actions,
     scripted_action,
 )
 
 
-def grid_of(text: str) -> list[list[str]]:
-    grid = find_grid(text)
-    assert grid is not None
-    return grid
-
-
 def play(env: FrozenLake, seed: int, skill: float) -> Iterator[tuple[str, str, float, bool]]:
-    """Each step: observation before, action, reward, terminated."""
+    """Each step: the conversation before, action, reward, terminated."""
     rng = np.random.default_rng(seed)
-    observation, _ = env.reset(seed=seed)
+    said, _ = env.reset(seed=seed)
     ended = False
     while not ended:
-        action = scripted_action(observation, rng=rng, skill=skill)
+        action = scripted_action(said, rng=rng, skill=skill)
         after, reward, terminated, truncated, _ = env.step(action)
-        yield observation, action, reward, terminated
-        observation, ended = after, terminated or truncated
+        yield said, action, reward, terminated
+        said, ended = f"{said}\n{action}\n{after}", terminated or truncated
 
 
 @pytest.mark.parametrize("env_id", sorted(gymllm_envs.ENVIRONMENTS))
@@ -56,17 +51,30 @@ def test_every_id_passes_gymnasiums_check_env(env_id: str) -> None:
 
 
 def test_text_of_an_episode() -> None:
-    env = FrozenLake()
+    env = FrozenLake(frozen_probability=1.0)
     observation, _ = env.reset(seed=6)
-    instructions, first_row = observation.rsplit("\n", 4)[0], observation.split("\n")[2]
-    assert instructions == INSTRUCTIONS
-    assert first_row.startswith("P ")
-    grid = observation.split("\n", 2)[2]
-    assert [len(row) for row in grid.split("\n")] == [7] * 4
-    assert set(grid) <= set("PFHG \n")
-    later = env.step("right")[0]
-    assert later.split("\n")[0].split(" ")[1] == "P"
-    assert len(later) == len(grid)
+    ice = "F F F F"
+    lake = ["S F F F", ice, ice, "F F F G"]
+    here = "row 0 column 0: left wall, down F, right F, up wall"
+    assert observation == "\n".join([INSTRUCTIONS, *lake, here])
+    # The map is told once: later observations say where one is and what is around.
+    assert env.step("right")[0] == "row 0 column 1: left F, down F, right F, up wall"
+    assert env.step("down")[0] == "row 1 column 1: left F, down F, right F, up F"
+
+
+def test_what_is_around_is_what_the_map_says() -> None:
+    for seed in range(20):
+        for said, *_ in play(FrozenLake(), seed, skill=0.5):
+            state = find_state(said)
+            assert state is not None
+            grid, row, column = state
+            around = re.findall(r"(left|down|right|up) (wall|[FHG])", said.split("\n")[-1])
+            assert [action for action, _ in around] == list(ACTIONS)
+            for action, cell in around:
+                down, right = MOVES[action]
+                inside = 0 <= row + down < 4 and 0 <= column + right < 4
+                there = grid[row + down][column + right].replace("S", "F") if inside else "wall"
+                assert cell == there
 
 
 def test_same_seed_same_map_whatever_came_before() -> None:
@@ -93,11 +101,12 @@ def test_endings_are_told() -> None:
     env, endings = FrozenLake(max_turns=8), set[tuple[str, float]]()
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        observation, _ = env.reset(seed=seed)
+        said, _ = env.reset(seed=seed)
         terminated = truncated = False
         while not (terminated or truncated):
-            action = scripted_action(observation, rng=rng, skill=0.5)
+            action = scripted_action(said, rng=rng, skill=0.5)
             observation, reward, terminated, truncated, info = env.step(action)
+            said += f"\n{action}\n{observation}"
         assert terminated or info["truncated_by"] == "max_turns"
         endings.add((observation.split("\n")[-1] if terminated else "", reward))
     assert endings == {(FELL, 0.0), (REACHED, 1.0), ("", 0.0)}
@@ -105,10 +114,10 @@ def test_endings_are_told() -> None:
 
 def test_unreadable_action_is_answered_and_counts_as_a_turn() -> None:
     env = FrozenLake(max_turns=3, invalid_reward=-0.25)
-    grid = env.reset(seed=0)[0].split("\n", 2)[2]
+    place = env.reset(seed=0)[0].split("\n")[-1]
     for turn in range(3):
         observation, reward, terminated, truncated, info = env.step("I don't know")
-        assert observation.endswith(grid)
+        assert observation.endswith(place)
         assert "left, down, right, up" in observation
         assert (reward, terminated, truncated) == (-0.25, False, turn == 2)
         assert info["invalid_action"] is True
@@ -147,23 +156,38 @@ def test_default_max_turns_is_four_times_the_size() -> None:
     assert [env.step("?")[3] for _ in range(12)] == [False] * 11 + [True]
 
 
-def test_find_grid_takes_the_last_one() -> None:
-    text = "Old:\nP F\nF G\nYou moved. P is you.\nF P\nF G\nassistant: right P F"
-    assert find_grid(text) == [["F", "P"], ["F", "G"]]
-    assert find_grid("P F\nF G\nF F\nP G") == [["F", "F"], ["P", "G"]]  # no text between them
-    assert find_grid("no grid: P or F H") is None
-    assert find_grid("") is None
+def test_find_state_takes_the_last_of_each() -> None:
+    here = "row 1 column 0: left wall, down wall, right G, up F"
+    text = f"Old:\nS F\nF G\nrow 0 column 0: ...\nNew.\nF S\nF G\nassistant: right S F\n{here}"
+    assert find_state(text) == ([["F", "S"], ["F", "G"]], 1, 0)
+    # Maps with no text between them are told apart by their width.
+    assert find_state(f"S F\nF G\nF F\nS G\n{here}") == ([["F", "F"], ["S", "G"]], 1, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no map: S or F H, row 0 column 0",
+        "S F\nF G",  # no place
+        "S F\nF G\nrow 2 column 0: left wall",  # a place outside
+        "S F\nF F\nrow 0 column 0: left wall",  # no goal
+    ],
+)
+def test_find_state_refuses_what_is_incomplete(text: str) -> None:
+    assert find_state(text) is None
 
 
 def test_optimal_actions_shorten_the_path() -> None:
-    assert optimal_actions([["P", "F"], ["F", "G"]]) == ("down", "right")
-    assert optimal_actions([["P", "F"], ["H", "G"]]) == ("right",)
-    assert optimal_actions([["P", "H"], ["H", "G"]]) == ()
-    assert optimal_actions([["F", "F"], ["F", "P"]]) == ()  # standing on the goal
+    assert optimal_actions([["S", "F"], ["F", "G"]], 0, 0) == ("down", "right")
+    assert optimal_actions([["S", "F"], ["H", "G"]], 0, 0) == ("right",)
+    assert optimal_actions([["S", "F"], ["H", "G"]], 0, 1) == ("down",)
+    assert optimal_actions([["S", "H"], ["H", "G"]], 0, 0) == ()
+    assert optimal_actions([["S", "F"], ["F", "G"]], 1, 1) == ()  # standing on the goal
 
 
 def test_scripted_player_follows_its_generator_and_skill() -> None:
-    text = "P F F\nF F F\nF F G"
+    text = "S F F\nF F F\nF F G\nrow 0 column 0: left wall, down F, right F, up wall"
 
     def actions(seed: int, skill: float) -> list[str]:
         rng = np.random.default_rng(seed)
@@ -176,7 +200,7 @@ def test_scripted_player_follows_its_generator_and_skill() -> None:
     assert set(actions(3, 0.0)) == set(MOVES)
     wrong = sum(action in ("left", "up") for action in actions(4, 0.5))
     assert 60 < wrong < 140  # half of the half that is random: 100 of 400 expected
-    assert scripted_action("no grid", rng=np.random.default_rng(0), skill=1.0) in ACTIONS
+    assert scripted_action("no map", rng=np.random.default_rng(0), skill=1.0) in ACTIONS
     with pytest.raises(ConfigError, match="skill"):
         scripted_action(text, rng=np.random.default_rng(0), skill=1.5)
 

@@ -1,0 +1,34 @@
+"""What the trainer's tests share: a decoder small enough to compile in a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import pytest
+from flax import nnx
+
+from gymllm_trainers.models import Decoder, DecoderConfig, random_decoder
+
+SMALL = DecoderConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    qk_norm=True,
+)
+
+
+@pytest.fixture(scope="session")
+def make_decoder() -> Callable[[int], Decoder]:
+    """Makes a random decoder from a seed, with weights so large that its logits differ by much."""
+
+    def make(seed: int) -> Decoder:
+        graph, state = nnx.split(random_decoder(SMALL, seed=seed))
+        return nnx.merge(graph, jax.tree.map(lambda leaf: leaf * 8 if leaf.std() else leaf, state))
+
+    return make
