@@ -133,7 +133,7 @@ class SlotScheduler:
             if not free:
                 break
             request = self._waiting.popleft()
-            if self._worth_waiting(request):
+            if self._worth_waiting(request, version):
                 later.append(request)
                 continue
             copies.extend(self._place(request, free, version))
@@ -142,17 +142,13 @@ class SlotScheduler:
         return copies
 
     def _place(self, request: Request, free: list[Slot], version: int) -> list[Copy]:
-        def usable(slot: Slot) -> int:
-            if version - slot.oldest_version > self._config.reuse_lag:
-                return 0
-            # The last prompt token is always computed: its hidden state gives the first new token.
-            return min(_common(slot.ids, request.ids), request.prompt_length - 1)
-
         best, held = max(
-            ((slot, usable(slot)) for slot in free), key=lambda pair: (pair[1], -pair[0].used)
+            ((slot, self._usable(slot, request, version)) for slot in free),
+            key=lambda pair: (pair[1], -pair[0].used),
         )
         source, shared = max(
-            ((slot, usable(slot)) for slot in self._slots), key=lambda pair: pair[1]
+            ((slot, self._usable(slot, request, version)) for slot in self._slots),
+            key=lambda pair: pair[1],
         )
         copies: list[Copy] = []
         if shared - held >= self._config.share_prefix:
@@ -172,14 +168,25 @@ class SlotScheduler:
         self.prefilled_tokens += request.prompt_length - held
         return copies
 
-    def _worth_waiting(self, request: Request) -> bool:
+    def _usable(self, slot: Slot, request: Request, version: int) -> int:
+        """How many of a slot's tokens a request can go on from."""
+        if self._too_old(slot, version):
+            return 0
+        # The last prompt token is always computed: its hidden state gives the first new token.
+        return min(_common(slot.ids, request.ids), request.prompt_length - 1)
+
+    def _too_old(self, slot: Slot, version: int) -> bool:
+        return version - slot.oldest_version > self._config.reuse_lag
+
+    def _worth_waiting(self, request: Request, version: int) -> bool:
         """Whether another request is computing a beginning that this one shares."""
         for other in self._running:
-            held = len(self._slots[other.slot].ids)
-            if held < other.prompt_length:
+            slot = self._slots[other.slot]
+            held = len(slot.ids)
+            if held < other.prompt_length and not self._too_old(slot, version):
                 coming = _common(other.ids, request.ids)
                 if coming - held >= self._config.share_prefix:
-                    mine = max(_common(slot.ids, request.ids) for slot in self._slots)
+                    mine = max(self._usable(slot, request, version) for slot in self._slots)
                     if coming - mine >= self._config.share_prefix:
                         return True
         return False
