@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
+import jax.monitoring
 import pytest
 from flax import nnx
 
@@ -29,6 +30,20 @@ def make_decoder() -> Callable[[int], Decoder]:
 
     def make(seed: int) -> Decoder:
         graph, state = nnx.split(random_decoder(SMALL, seed=seed))
-        return nnx.merge(graph, jax.tree.map(lambda leaf: leaf * 8 if leaf.std() else leaf, state))
+        return nnx.merge(graph, jax.tree.map(lambda leaf: leaf * 4 if leaf.std() else leaf, state))
 
     return make
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Grows by one with each program that XLA compiles, or takes from its cache, during the test."""
+    seen: list[str] = []
+
+    def listen(event: str, duration_s: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -137,7 +137,15 @@ class Learner:
             row_tokens: Tokens of a row; the longest sequence that can be trained on.
             temperature: The temperature that trajectories are sampled at.
             max_lag: Oldest token that is trained on, in policy versions behind the current one.
+
+        Raises:
+            ConfigError: The temperature is 0.
         """
+        if not temperature > 0:
+            raise ConfigError(
+                f"agent.temperature must be > 0 for training, which needs chance to learn from, got "
+                f"{temperature:g}."
+            )
         self.config = config
         self._max_lag = max_lag
         self._temperature = temperature
@@ -359,7 +367,7 @@ class Learner:
         self, trainable: Tree, optimizer: Tree, gradient: Tree, count: Array
     ) -> tuple[Tree, Tree, Tree, Array]:
         mean = jax.tree.map(lambda leaf: leaf / count, gradient)
-        norm = optax.global_norm(mean)
+        norm = optax.tree.norm(mean)
         updates, optimizer = self._optimizer.update(mean, optimizer, trainable)
         trainable = optax.apply_updates(trainable, updates)
         return trainable, optimizer, jax.tree.map(jnp.zeros_like, gradient), norm
