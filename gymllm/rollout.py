@@ -190,13 +190,19 @@ class Rollout:
         """
         # The gate bounds groups in existence, so this buffer can't fill before the gate closes.
         send, receive = anyio.create_memory_object_stream[Group](self._gate.limit)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._produce, tasks, send, name="rollout")
-            try:
-                with receive:
-                    yield receive
-            finally:
-                tasks.cancel_scope.cancel()
+        try:
+            with send, receive:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._produce, tasks, send, name="rollout")
+                    try:
+                        yield receive
+                    finally:
+                        tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            if len(errors.exceptions) > 1:
+                raise
+            error = errors.exceptions[0]  # a group of one would only hide which it is
+            raise error from error.__cause__
 
     async def _produce(self, tasks: TaskGroup, send: MemoryObjectSendStream[Group]) -> None:
         while True:
@@ -231,7 +237,7 @@ class Rollout:
                 return
             self.counts.in_flight += 1
             try:
-                trajectory = await self._play(task, member)
+                trajectory = await self._play(task, member, group)
             finally:
                 self.counts.in_flight -= 1
         finally:
@@ -249,7 +255,7 @@ class Rollout:
             self._failed_in_a_row = 0
             await send.send(complete)
 
-    async def _play(self, task: Task, member: int) -> Trajectory:
+    async def _play(self, task: Task, member: int, group: anyio.CancelScope) -> Trajectory:
         attempt = 0
         while True:
             self.counts.started += 1
@@ -272,7 +278,7 @@ class Rollout:
                 return trajectory
             self.counts.failed += 1
             self.failures[trajectory.reason.split(":", 1)[0]] += 1
-            if attempt >= self._config.retries:
+            if attempt >= self._config.retries or group.cancel_called:
                 return trajectory
             attempt += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import jax
 import jax.monitoring
@@ -25,11 +26,11 @@ SMALL = DecoderConfig(
 
 
 @pytest.fixture(scope="session")
-def make_decoder() -> Callable[[int], Decoder]:
+def make_decoder() -> Callable[..., Decoder]:
     """Makes a random decoder from a seed, with weights so large that its logits differ by much."""
 
-    def make(seed: int) -> Decoder:
-        graph, state = nnx.split(random_decoder(SMALL, seed=seed))
+    def make(seed: int, **changes: int) -> Decoder:
+        graph, state = nnx.split(random_decoder(replace(SMALL, **changes), seed=seed))
         return nnx.merge(graph, jax.tree.map(lambda leaf: leaf * 4 if leaf.std() else leaf, state))
 
     return make

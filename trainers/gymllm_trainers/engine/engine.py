@@ -210,7 +210,8 @@ class JaxEngine:
                 if not self._work():
                     self._rest()
         except BaseException as error:  # whatever it is, whoever waits must hear of it
-            self._broken = error
+            if not self._closed:
+                self._broken = error
         finally:
             self.ready.set()
             self._clock.enter("closed")

@@ -68,6 +68,8 @@ def sample(logits_RV: Array, temperature_R: Array, seed_R: Array, position_R: Ar
     more than the output projection on a CPU.
     """
     greedy_R = temperature_R == 0
+    # Less the largest first: a tiny temperature must not make it infinite.
+    logits_RV = logits_RV - jnp.max(logits_RV, axis=-1, keepdims=True)
     logits_RV = logits_RV / jnp.where(greedy_R, 1.0, temperature_R)[:, None]
     normaliser_R = jax.nn.logsumexp(logits_RV, axis=-1)
     rows, vocabulary = logits_RV.shape
@@ -88,8 +90,11 @@ def sample(logits_RV: Array, temperature_R: Array, seed_R: Array, position_R: Ar
     inner_RK = jnp.take_along_axis(share_RNK, chosen_R[:, None, None], axis=1)[:, 0]
     inside_RK = start_R[:, None] + jnp.cumsum(inner_RK, axis=-1)
     offset_R = jnp.sum(inside_RK <= drawn_R[:, None], axis=-1)
-    # Rounding can leave the drawn number past the block's end: then it is the block's likeliest token.
-    offset_R = jnp.where(offset_R < block, offset_R, jnp.argmax(inner_RK, axis=-1))
+    # Rounding can leave the drawn number past the block's end, or, where sums are not taken in order, at
+    # an impossible token: then it is the block's likeliest.
+    share_R = jnp.take_along_axis(inner_RK, jnp.minimum(offset_R, block - 1)[:, None], axis=1)[:, 0]
+    possible_R = (offset_R < block) & (share_R > 0)
+    offset_R = jnp.where(possible_R, offset_R, jnp.argmax(inner_RK, axis=-1))
     token_R = jnp.where(greedy_R, jnp.argmax(logits_RV, axis=-1), chosen_R * block + offset_R)
     logprob_R = jnp.take_along_axis(logits_RV, token_R[:, None], axis=-1)[:, 0] - normaliser_R
     return Sampled(token_R.astype(jnp.int32), logprob_R)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from gymllm.engine import FinishReason, SamplingParams
 from gymllm_trainers.engine.config import EngineConfig
 
-
 STEP_COST = 16
 """What a step costs beside its tokens, in tokens: the launch, the sampling and the host's work."""
 

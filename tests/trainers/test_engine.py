@@ -1,0 +1,514 @@
+"""The embedded engine: what it generates, and that nobody who waits for it is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import anyio
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gymllm.engine import FinishReason, GenerateRequest, Generation, SamplingParams
+from gymllm.env import Env
+from gymllm.errors import ClosedError, ContextLengthError, EngineError
+from gymllm.pool import EnvPool
+from gymllm.rollout import AdmissionGate, Rollout, RolloutConfig
+from gymllm.task import SeededTasks
+from gymllm.timeline import Timeline
+from gymllm.trajectory import Trajectory
+from gymllm_agents import ConversationAgent, ConversationConfig, train_tokenizer
+from gymllm_trainers.engine import EngineConfig, JaxEngine
+from gymllm_trainers.engine.programs import Programs
+from gymllm_trainers.loss import token_statistics
+from gymllm_trainers.models import Decoder
+
+LENGTH = 128
+TOKENIZER = train_tokenizer(["user\nassistant\ncoin "] * 50, vocab_size=270)
+VOCABULARY = TOKENIZER.vocab_size
+CONFIG = EngineConfig(
+    slots=4, context_length=LENGTH, small_batch=2, prefill_chunks=(16,), share_prefix=8, reuse_lag=1
+)
+MakeEngine = Callable[[], JaxEngine]
+
+
+@pytest.fixture(scope="module")
+def decoders(make_decoder: Callable[..., Decoder]) -> list[Decoder]:
+    return [make_decoder(seed, vocab_size=VOCABULARY) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def compiled(decoders: list[Decoder]) -> Programs:
+    graph, state = nnx.split(decoders[0])
+    programs = Programs(graph, state, CONFIG)
+    programs.compile()
+    return programs
+
+
+@pytest.fixture
+def make_engine(
+    decoders: list[Decoder], compiled: Programs, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeEngine]:
+    """Makes engines that take what was compiled once instead of compiling it again."""
+
+    def take(self: Programs, log: Callable[[str], None] = lambda name: None) -> None:
+        log("taken")
+        self._steps, self._copy = compiled._steps, compiled._copy
+
+    monkeypatch.setattr(Programs, "compile", take)
+    made: list[JaxEngine] = []
+
+    def make() -> JaxEngine:
+        made.append(JaxEngine(decoders[0], CONFIG, timeline=Timeline()))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        asyncio.run(engine.aclose())
+        assert not engine._thread.is_alive()
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> JaxEngine:
+    return make_engine()
+
+
+def ask(
+    prompt: Sequence[int],
+    *,
+    new: int = 8,
+    seed: int = 0,
+    temperature: float = 1.0,
+    stop: tuple[int, ...] = (),
+) -> GenerateRequest:
+    sampling = SamplingParams(
+        max_new_tokens=new, seed=seed, temperature=temperature, stop_token_ids=stop
+    )
+    return GenerateRequest(prompt_ids=prompt, sampling=sampling)
+
+
+def prompt(seed: int, size: int) -> list[int]:
+    return np.random.default_rng(seed).integers(VOCABULARY, size=size).tolist()
+
+
+async def gather(engine: JaxEngine, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(engine.generate(one)) for one in requests]
+    return [task.result() for task in tasks]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what another thread does has no event
+            await asyncio.sleep(0)
+
+
+@jax.jit
+def trained_logprobs(
+    decoder: Decoder, ids: jax.Array, mask: jax.Array, temperature: jax.Array
+) -> jax.Array:
+    """Log-probability of each token of a sequence given those before it, as the learner has it."""
+    count = jnp.arange(LENGTH)[None]
+    hidden = decoder.hidden(ids[None], count, jnp.ones_like(count))[0]
+    target = jnp.roll(ids, -1)
+    statistics = token_statistics(
+        hidden, decoder.head_DV, target, jnp.roll(mask, -1), temperature=temperature, chunk=32
+    )
+    return jnp.roll(statistics.logprob, 1)
+
+
+def assert_agrees(
+    decoder: Decoder, ids: Sequence[int], answer: Generation, temperature: float = 1.0
+) -> None:
+    """The answer's log-probabilities are the learner's, to 1e-4."""
+    start, size = len(ids), len(answer.token_ids)
+    row, mask = np.zeros(LENGTH, np.int32), np.zeros(LENGTH, np.float32)
+    row[:start], row[start : start + size] = ids, answer.token_ids
+    mask[start : start + size] = 1
+    ours = np.asarray(trained_logprobs(decoder, row, mask, temperature))
+    assert size > 0
+    np.testing.assert_allclose(answer.logprobs, ours[start : start + size], atol=1e-4, rtol=0)
+
+
+# ---------------------------------------------------------------------- what it generates
+
+
+@pytest.mark.asyncio
+async def test_greedy_is_the_models_likeliest_token(
+    engine: JaxEngine, decoders: list[Decoder]
+) -> None:
+    ids = prompt(0, 20)
+    answer = await engine.generate(ask(ids, new=6, temperature=0.0))
+    forward = jax.jit(lambda decoder, ids: decoder.logits(_hidden(decoder, ids)))
+    row = np.zeros(LENGTH, np.int32)
+    for token in answer.token_ids:
+        row[: len(ids)] = ids
+        assert token == np.asarray(forward(decoders[0], row))[len(ids) - 1].argmax()
+        ids = [*ids, int(token)]
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+def _hidden(decoder: Decoder, ids: jax.Array) -> jax.Array:
+    count = jnp.arange(LENGTH)[None]
+    return decoder.hidden(ids[None], count, jnp.ones_like(count))[0]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_the_learners(
+    engine: JaxEngine, decoders: list[Decoder], temperature: float
+) -> None:
+    """Chunked prefill, copies between slots, later turns, slots lost and found: all to 1e-4."""
+    beginning = prompt(1, 40)
+    talks = [beginning + prompt(10 + member, 3) for member in range(6)]
+    for turn in range(3):
+        requests = [
+            ask(talk, new=3 + member, seed=100 * turn + member, temperature=temperature)
+            for member, talk in enumerate(talks)
+        ]
+        answers = await gather(engine, requests)
+        for member, answer in enumerate(answers):
+            assert_agrees(decoders[0], talks[member], answer, temperature)
+            talks[member] += [*answer.token_ids.tolist(), *prompt(turn, 1 + 4 * turn)]
+    slots = engine._slots
+    assert slots.reused_tokens > slots.prefilled_tokens, "most of all prompts was in the cache"
+
+
+@pytest.mark.asyncio
+async def test_same_seed_same_tokens_whatever_else_is_going_on(make_engine: MakeEngine) -> None:
+    requests = [ask(prompt(n % 5, 10 + n), new=5 + n, seed=n) for n in range(10)]
+    alone = [await make_engine().generate(one) for one in requests[:3]]
+    together = await gather(make_engine(), requests)
+    backwards = (await gather(make_engine(), requests[::-1]))[::-1]
+    for left, right in zip([*alone, *together], [*together[:3], *backwards], strict=True):
+        np.testing.assert_array_equal(left.token_ids, right.token_ids)
+        np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-5)
+    other = await make_engine().generate(ask(requests[0].prompt_ids, new=5, seed=77))
+    assert other.token_ids.tolist() != together[0].token_ids.tolist()
+
+
+@pytest.mark.asyncio
+async def test_the_engine_agrees_with_itself_about_stop_and_length(engine: JaxEngine) -> None:
+    ids = prompt(2, 30)
+    long = (await engine.generate(ask(ids, new=12))).token_ids.tolist()
+    stopped = await engine.generate(ask(ids, new=12, stop=(long[4],)))
+    at = long.index(long[4])
+    assert stopped.token_ids.tolist() == long[: at + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+    full = await engine.generate(ask(prompt(3, LENGTH - 2), new=12))
+    assert len(full.token_ids) == 2
+    assert full.finish_reason is FinishReason.LENGTH
+    assert full.queued_s >= 0
+
+
+class Coin(Env):
+    """Reward 1 for an even number of characters, three turns."""
+
+    async def areset(self, *, seed=None, options=None):
+        self._turns, self.seed = 0, seed
+        return f"coin {seed}"[:9], {}
+
+    async def astep(self, action):
+        self._turns += 1
+        return f"coin {len(action) % 2}", float(len(action) % 2 == 0), self._turns == 3, False, {}
+
+
+async def played(engine: JaxEngine, *, seed: int, concurrency: int) -> dict[object, Trajectory]:
+    """Two groups of three of a run."""
+    pool, ended = EnvPool(Coin, concurrency), dict[object, Trajectory]()
+    config = ConversationConfig(max_new_tokens=6)
+    rollout = Rollout(
+        pool=pool,
+        make_agent=ConversationAgent.factory(TOKENIZER, config),
+        engine=engine,
+        tasks=SeededTasks(run_seed=seed),
+        config=RolloutConfig(group_size=3, concurrency=concurrency),
+        gate=AdmissionGate(groups_per_step=2, max_lag=0),
+        run_seed=seed,
+        timeline=Timeline(),
+    )
+    with anyio.fail_after(20):
+        async with rollout.stream() as groups:
+            for _ in range(2):
+                group = await groups.receive()
+                ended |= {(group.task.index, t.member): t for t in group.trajectories}
+    await pool.aclose()
+    return ended
+
+
+def ids_of(trajectory: Trajectory) -> list[list[int]]:
+    return [segment.ids.tolist() for segment in trajectory.segments]
+
+
+@pytest.mark.asyncio
+async def test_a_trajectory_is_a_function_of_seed_task_and_member(make_engine: MakeEngine) -> None:
+    state = np.random.get_state()[1].copy()
+    runs = [
+        await played(make_engine(), seed=seed, concurrency=concurrency)
+        for seed, concurrency in ((1, 1), (1, 6), (2, 6))
+    ]
+    assert (np.random.get_state()[1] == state).all()
+    one, many, other = runs
+    assert one.keys() == many.keys() == {(task, member) for task in (0, 1) for member in range(3)}
+    for key, trajectory in one.items():
+        assert ids_of(trajectory) == ids_of(many[key])
+        assert trajectory.reward == many[key].reward
+        assert ids_of(trajectory) != ids_of(other[key])
+    for task in (0, 1):
+        members = [one[task, member] for member in range(3)]
+        assert len({t.turns[0].observation for t in members}) == 1, (
+            "the environment's seed is shared"
+        )
+        assert len({str(ids_of(t)) for t in members}) == 3, "what is sampled is not"
+    assert one[0, 0].turns[0].observation != one[1, 0].turns[0].observation
+
+
+# ---------------------------------------------------------------------- weights
+
+
+@pytest.mark.asyncio
+async def test_weights_change_between_two_tokens_and_nothing_drains(
+    engine: JaxEngine, decoders: list[Decoder]
+) -> None:
+    old, new = (nnx.state(decoder) for decoder in decoders)
+    requests = [ask(prompt(n, 10), new=100, seed=n) for n in range(4)]
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(engine.generate(one)) for one in requests]
+        for version in (1, 2):
+            reached = engine.counts.generated_tokens + 8
+            await until(lambda reached=reached: engine.counts.generated_tokens > reached)
+            engine.publish(new if version == 1 else old, version)
+            assert engine.version == version
+    for task in tasks:
+        versions = task.result().versions
+        assert len(versions) == 100
+        assert (np.diff(versions) >= 0).all()
+        assert set(versions.tolist()) == {0, 1, 2}
+    assert engine.counts.publications == 2
+    # A prefix of the old weights' generation is the old weights'.
+    first = tasks[0].result()
+    kept = int((first.versions == 0).sum())
+    assert_agrees(
+        decoders[0],
+        requests[0].prompt_ids,
+        Generation(
+            token_ids=first.token_ids[:kept],
+            logprobs=first.logprobs[:kept],
+            versions=first.versions[:kept],
+            finish_reason=FinishReason.LENGTH,
+        ),
+    )
+
+
+@pytest.mark.asyncio
+async def test_new_weights_are_used_and_old_keys_only_within_reuse_lag(
+    engine: JaxEngine, decoders: list[Decoder]
+) -> None:
+    ids = prompt(0, 40)
+    await engine.generate(ask(ids))
+    engine.publish(nnx.state(decoders[1]), 1)
+    reused = engine._slots.reused_tokens
+    within = await engine.generate(ask(ids))
+    assert set(within.versions.tolist()) == {1}
+    assert engine._slots.reused_tokens == reused + 39
+    engine.publish(nnx.state(decoders[1]), 2)
+    beyond = await engine.generate(ask(ids))
+    assert engine._slots.reused_tokens == reused + 39
+    assert_agrees(decoders[1], ids, beyond)
+    with pytest.raises(AssertionError):
+        assert_agrees(decoders[1], ids, within)  # its prompt's keys are the old weights'
+
+
+# ---------------------------------------------------------------------- shapes are few
+
+
+@pytest.mark.asyncio
+async def test_nothing_compiles_again(
+    engine: JaxEngine, decoders: list[Decoder], compilations: list[str]
+) -> None:
+    weights = nnx.state(decoders[1])
+    engine.ready.wait()
+    del compilations[:]
+    for count in (1, 2, 3, 9):
+        await gather(engine, [ask(prompt(n, 1 + 13 * n % 60), new=1 + n) for n in range(count)])
+        engine.publish(weights, count)
+    await gather(engine, [ask([*prompt(0, 50), n], temperature=n % 2) for n in range(6)])
+    assert engine._slots.reused_tokens > 0
+    assert compilations == []
+
+
+# ---------------------------------------------------------------------- cancellation and close
+
+
+@pytest.mark.asyncio
+async def test_cancellation_frees_slots_and_places_in_the_queue(engine: JaxEngine) -> None:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(engine.generate(ask([n], new=120))) for n in range(8)]
+        await until(lambda: engine.running == 4 and engine.waiting == 4)
+        for task in tasks:
+            task.cancel()
+    await until(lambda: engine.running == engine.waiting == 0)
+    assert engine._tickets == {}
+    assert engine.counts.requests == 0
+    assert len((await engine.generate(ask([1], new=3))).token_ids) == 3
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_neighbour_changes_nothing(make_engine: MakeEngine) -> None:
+    request = ask(prompt(0, 20), new=60)
+    expected = await make_engine().generate(request)
+    engine = make_engine()
+    async with asyncio.TaskGroup() as group:
+        neighbours = [
+            group.create_task(engine.generate(ask(prompt(n, 30), new=60))) for n in range(3)
+        ]
+        mine = group.create_task(engine.generate(request))
+        await until(lambda: engine.counts.generated_tokens > 10)
+        for task in neighbours:
+            task.cancel()
+    np.testing.assert_array_equal(mine.result().token_ids, expected.token_ids)
+
+
+async def assert_fail(tasks: list[asyncio.Task[Generation]], match: str) -> None:
+    async with asyncio.timeout(5):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        assert isinstance(result, EngineError)
+        assert match in str(result)
+
+
+@pytest.mark.asyncio
+async def test_close_fails_what_is_in_flight_at_once(engine: JaxEngine) -> None:
+    # `gather` waits for them below.
+    tasks = [asyncio.ensure_future(engine.generate(ask([n], new=120))) for n in range(8)]
+    await until(lambda: engine.running == 4)
+    await engine.aclose()
+    await assert_fail(tasks, "the engine was closed")
+    await engine.aclose()
+    with pytest.raises(ClosedError, match="the engine is closed"):
+        await engine.generate(ask([1]))
+
+
+@pytest.mark.asyncio
+async def test_close_while_compiling(
+    decoders: list[Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def slow(self: Programs, log: Callable[[str], None]) -> None:
+        compiling.set()
+        go_on.wait(10)
+        log("next")
+        raise AssertionError("a closed engine compiles no further")
+
+    monkeypatch.setattr(Programs, "compile", slow)
+    engine = JaxEngine(decoders[0], CONFIG, timeline=Timeline())
+    task = asyncio.ensure_future(engine.generate(ask([1])))
+    await until(compiling.is_set)
+    closing = asyncio.ensure_future(engine.aclose())
+    await until(lambda: engine._closed)
+    go_on.set()
+    await closing
+    await assert_fail([task], "the engine was closed")
+    with pytest.raises(ClosedError):
+        await engine.generate(ask([1]))
+
+
+@pytest.mark.asyncio
+async def test_a_broken_program_fails_everyone_and_later_requests(
+    engine: JaxEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.ready.wait()
+    calls, step = [0], engine._programs.step
+
+    def break_down(*arguments):
+        calls[0] += 1
+        if calls[0] > 5:
+            raise RuntimeError("device lost")
+        return step(*arguments)
+
+    monkeypatch.setattr(engine._programs, "step", break_down)
+    tasks = [asyncio.ensure_future(engine.generate(ask([n], new=120))) for n in range(8)]
+    await assert_fail(tasks, "the engine broke: RuntimeError('device lost')")
+    with pytest.raises(EngineError, match="device lost"):
+        await engine.generate(ask([1]))
+    await engine.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_broken_compilation_fails_who_waits(
+    decoders: list[Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Programs, log: Callable[[str], None]) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(Programs, "compile", fail)
+    engine = JaxEngine(decoders[0], CONFIG, timeline=Timeline())
+    with pytest.raises(EngineError, match="no such instruction"):
+        await engine.generate(ask([1]))
+    await engine.aclose()
+
+
+def test_two_event_loops_share_an_engine(engine: JaxEngine) -> None:
+    results: dict[int, list[Generation]] = {}
+
+    def loop(number: int) -> None:
+        requests = [ask(prompt(n, 10), new=20, seed=n) for n in range(6)]
+        results[number] = asyncio.run(gather(engine, requests))
+
+    threads = [threading.Thread(target=loop, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for left, right in zip(results[0], results[1], strict=True):
+        np.testing.assert_array_equal(left.token_ids, right.token_ids)
+
+
+def test_a_loop_that_is_gone_is_no_harm(engine: JaxEngine) -> None:
+    async def leave() -> None:
+        task = asyncio.ensure_future(engine.generate(ask([1], new=120)))
+        await until(lambda: engine.running == 1)
+        assert not task.done()  # `run` cancels it, and closes the loop
+
+    asyncio.run(leave())
+    assert len(asyncio.run(engine.generate(ask([2], new=3))).token_ids) == 3
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("ids", "error", "match"),
+    [
+        ([], EngineError, "the prompt is empty"),
+        ([1, -1], EngineError, "token id -1 is outside"),
+        ([1, VOCABULARY], EngineError, f"token id {VOCABULARY} is outside .* {VOCABULARY}"),
+        ([1] * LENGTH, ContextLengthError, f"128 tokens leaves no room .* {LENGTH}"),
+        ([1] * 1000, ContextLengthError, "1000 tokens"),
+    ],
+)
+async def test_bad_prompts_are_refused_and_harm_nobody(
+    engine: JaxEngine, ids: list[int], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        await engine.generate(ask(ids))
+    assert len((await engine.generate(ask([1], new=2))).token_ids) == 2
+
+
+@pytest.mark.asyncio
+async def test_idle_time_has_a_cause_and_all_time_is_accounted_for(engine: JaxEngine) -> None:
+    engine.idle_cause = lambda: "waiting: test"
+    clock = engine._timeline.clock("engine")
+    await engine.generate(ask(prompt(0, 20)))
+    await until(lambda: clock.state == "waiting: test")
+    totals = clock.totals_s()
+    assert {"decode", "prefill", "waiting: test"} <= totals.keys()
+    spans = [span for span in engine._timeline.spans() if span.track == "engine"]
+    assert all(a.end_ns == b.start_ns for a, b in pairwise(spans))
