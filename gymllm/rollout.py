@@ -61,6 +61,9 @@ class RolloutConfig:
         for name in ("max_lag", "retries"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"rollout.{name} must be >= 0, got {getattr(self, name)}.")
+        for name in ("episode_timeout_s", "generate_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"rollout.{name} must be > 0, got {getattr(self, name)}.")
 
     @property
     def limits(self) -> EpisodeLimits:
@@ -199,10 +202,10 @@ class Rollout:
                     finally:
                         tasks.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
-            if len(errors.exceptions) > 1:
-                raise
-            error = errors.exceptions[0]  # a group of one would only hide which it is
-            raise error from error.__cause__
+            if len(errors.exceptions) == 1:
+                error = errors.exceptions[0]  # a group of one would only hide which it is
+                raise error from error.__cause__
+            raise
 
     async def _produce(self, tasks: TaskGroup, send: MemoryObjectSendStream[Group]) -> None:
         while True:
