@@ -91,7 +91,7 @@ def test_same_seed_same_map_whatever_came_before() -> None:
 
 def test_every_map_can_be_solved_by_the_perfect_player() -> None:
     for size in (2, 4, 6):
-        env = FrozenLake(size=size, frozen_probability=0.6)
+        env = FrozenLake(size=size, frozen_probability=0.6, max_turns=size**2)
         for seed in range(20):
             *_, (_, _, reward, terminated) = play(env, seed, skill=1.0)
             assert (reward, terminated) == (1.0, True)
@@ -150,10 +150,11 @@ def test_settings_out_of_range_are_refused(setting: dict[str, float], message: s
         FrozenLake(**setting)  # type: ignore[arg-type]  # what is tested
 
 
-def test_default_max_turns_is_four_times_the_size() -> None:
-    env = FrozenLake(size=3)
+@pytest.mark.parametrize(("slippery", "turns"), [(False, 6), (True, 60)])
+def test_default_max_turns_follows_the_size(slippery: bool, turns: int) -> None:
+    env = FrozenLake(size=3, is_slippery=slippery)
     env.reset(seed=0)
-    assert [env.step("?")[3] for _ in range(12)] == [False] * 11 + [True]
+    assert [env.step("?")[3] for _ in range(turns)] == [False] * (turns - 1) + [True]
 
 
 def test_find_state_takes_the_last_of_each() -> None:

@@ -333,6 +333,8 @@ def merge_adapters(decoder: Decoder) -> Decoder:
             down: Array = getattr(adapters, f"{name}_a")[...]
             up: Array = getattr(adapters, f"{name}_b")[...]
             delta = adapters.scale * jnp.einsum("lir,lro->lio", down, up)
-            kernel[...] = kernel[...] + delta.astype(kernel[...].dtype)
+            # A new parameter: the one that is there is the original's, unless this is traced.
+            folded = nnx.Param(kernel[...] + delta.astype(kernel[...].dtype))
+            setattr(merged.layers, name, folded)
         merged.adapters = None
     return merged
