@@ -398,7 +398,8 @@ class _Counts:
 
 def _optimizer(config: LearnerConfig) -> optax.GradientTransformation:
     peak = config.learning_rate
-    rise = optax.linear_schedule(0.0, peak, config.warmup_steps)
+    # Not from 0: the first step would change nothing.
+    rise = optax.linear_schedule(peak / (config.warmup_steps + 1), peak, config.warmup_steps)
     if config.decay_steps:
         rest = optax.linear_schedule(
             peak, peak / 10, max(config.decay_steps - config.warmup_steps, 1)
