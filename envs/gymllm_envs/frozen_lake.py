@@ -65,7 +65,8 @@ class FrozenLake(TextAdapter):
             is_slippery: Whether a move may go sideways, each side with probability 1/3.
             frozen_probability: Share of cells that are ice before maps without a path are thrown away,
                 0.5 to 1; at least 0.6 where `size` > 8, because paths through less are too rare.
-            max_turns: Turns after which the episode is truncated; None is 4 times `size`.
+            max_turns: Turns after which the episode is truncated; None is two more than twice `size`,
+                and ten times that on slippery ice.
             invalid_reward: Reward of a turn whose action could not be read.
             render_mode: None or "ansi".
 
@@ -79,7 +80,9 @@ class FrozenLake(TextAdapter):
             action_names=ACTIONS,
             instructions=INSTRUCTIONS,
             invalid_reward=invalid_reward,
-            max_turns=4 * size if max_turns is None else max_turns,
+            max_turns=(2 * size + 2) * (10 if is_slippery else 1)
+            if max_turns is None
+            else max_turns,
             render_mode=render_mode,
         )
 
@@ -191,8 +194,8 @@ def scripted_action(prompt_text: str, *, rng: np.random.Generator, skill: float)
     Args:
         prompt_text: A whole conversation, or an episode's first observation.
         rng: All the randomness there is; always drawn from in the same way.
-        skill: Probability, 0 to 1, of an optimal move (any one of them, equally likely); else the move
-            is any of the four, equally likely.
+        skill: Probability, 0 to 1, of an optimal move; else it wanders: any move onto ice. Of several
+            moves each is equally likely.
 
     Returns:
         One of the four words.
@@ -200,6 +203,19 @@ def scripted_action(prompt_text: str, *, rng: np.random.Generator, skill: float)
     if not 0 <= skill <= 1:
         raise ConfigError(f"skill must be from 0 to 1, got {skill}.")
     state = find_state(prompt_text)
-    best = optimal_actions(*state) if state is not None else ()
-    choices = best if rng.random() < skill and best else ACTIONS
+    if state is None:
+        return ACTIONS[int(rng.integers(len(ACTIONS)))]
+    aims = rng.random() < skill
+    choices = (optimal_actions(*state) if aims else ()) or safe_actions(*state) or ACTIONS
     return choices[int(rng.integers(len(choices)))]
+
+
+def safe_actions(grid: Grid, row: int, column: int) -> tuple[str, ...]:
+    """Every action that leads onto ice or the goal: into no hole and no wall."""
+    return tuple(
+        action
+        for action, (down, right) in MOVES.items()
+        if 0 <= row + down < len(grid)
+        and 0 <= column + right < len(grid[0])
+        and grid[row + down][column + right] != "H"
+    )

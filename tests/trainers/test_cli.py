@@ -140,7 +140,10 @@ def test_run_without_a_model_says_how_to_get_one(capsys):
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text("steps: 3\n")
     assert cli.evaluate(["--model", "runs/a"]) == 2
-    assert "no checkpoint yet. Continue it with gymllm-train --resume runs/a" in capsys.readouterr().err
+    assert (
+        "no checkpoint yet. Continue it with gymllm-train --resume runs/a"
+        in capsys.readouterr().err
+    )
 
 
 def test_signal_interrupts_the_block_and_leaves_the_handlers_as_they_were():

@@ -42,9 +42,9 @@ Program = Callable[..., Any]
 class LearnerConfig:
     """How the policy is updated."""
 
-    groups_per_step: int = 2
+    groups_per_step: int = 4
     """Groups in one optimizer step."""
-    learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0 to its peak."""
@@ -74,10 +74,10 @@ class LearnerConfig:
     zero_variance: Literal["refill", "keep"] = "refill"
     """refill: a group whose rewards are all equal is counted and replaced by another task; keep: it counts
     towards groups_per_step, with advantage 0."""
-    rows: int = 4
+    rows: int = 2
     """Rows of a micro-batch."""
     row_tokens: int = 0
-    """Tokens of a row; 0 is the engine's context length."""
+    """Tokens of a row; 0 is twice the engine's context length, so that little is left empty."""
     head_chunk: int = 512
     """Tokens whose logits are held at once."""
 
@@ -212,9 +212,19 @@ class Learner:
         """Groups that count towards the next step."""
         return self._counts.groups
 
-    def step(self) -> dict[str, float]:
-        """Takes the optimizer step; returns its metrics and starts the next one at version + 1."""
-        for batch in self._packer.flush():
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches whose gradient is in the next step already."""
+        return len(self._sums)
+
+    def step(self, *, flush: bool = True) -> dict[str, float]:
+        """Takes the optimizer step; returns its metrics and starts the next one at version + 1.
+
+        Args:
+            flush: Whether sequences that don't fill a micro-batch are part of it; else they wait for
+                the next step, and nothing is padded for them.
+        """
+        for batch in self._packer.flush() if flush else ():
             self._add_batch(batch)
         count = max(self._counts.trained, 1.0)
         state = self.state
@@ -274,6 +284,8 @@ class Learner:
             self.state.trainable, self._frozen, self._gradient, batch
         )
         self._sums.append(sums)
+        # Wait here: a caller's clock says "gradient" then, and no more than one batch is in memory.
+        jax.block_until_ready(sums)
 
     def _metrics(self, norm: float, count: float) -> dict[str, float]:
         counts = self._counts

@@ -60,8 +60,9 @@ class PackedBatch(NamedTuple):
 class Packer:
     """Collects sequences as they come; gives a micro-batch when one is full.
 
-    First fit: a sequence goes into the first row it fits in; when it fits in none the rows are given out
-    as they are. What is computed never depends on the packing, only the padding does.
+    Everything that waits is packed anew with each arrival (first fit, longest first); when that takes more
+    rows than a micro-batch has, the fullest rows are given out and the rest waits. What is computed never
+    depends on the packing, only the padding does.
     """
 
     def __init__(self, *, rows: int, length: int) -> None:
@@ -70,36 +71,48 @@ class Packer:
                 f"a micro-batch needs rows >= 1 and length >= 2, got {rows} x {length}."
             )
         self._rows, self._length = rows, length
-        self._waiting: list[list[TrainingSequence]] = [[] for _ in range(rows)]
-        self._room = [length] * rows
+        self._waiting: list[TrainingSequence] = []
 
     def add(self, sequences: Iterable[TrainingSequence]) -> Iterator[PackedBatch]:
-        """Takes sequences, longest first; yields every micro-batch that this fills."""
-        for sequence in sorted(sequences, key=len, reverse=True):
+        """Takes sequences; yields every micro-batch that this fills.
+
+        Raises:
+            ConfigError: A sequence is longer than a row.
+        """
+        for sequence in sequences:
             if len(sequence) > self._length:
                 raise ConfigError(
                     f"a sequence of {len(sequence)} tokens does not fit in a row of {self._length}: set "
                     f"learner.row_tokens >= engine.context_length."
                 )
-            fit = self._fit(len(sequence))
-            if fit is None:
-                yield self._take()
-                fit = 0
-            self._waiting[fit].append(sequence)
-            self._room[fit] -= len(sequence)
+            self._waiting.append(sequence)
+        while len(bins := self._bins()) > self._rows:
+            yield self._take(bins)
 
     def flush(self) -> Iterator[PackedBatch]:
         """Yields what is left, if anything is."""
-        if any(self._waiting):
-            yield self._take()
+        if self._waiting:
+            yield self._take(self._bins())
 
-    def _fit(self, size: int) -> int | None:
-        return next((row for row, room in enumerate(self._room) if room >= size), None)
+    def _bins(self) -> list[list[TrainingSequence]]:
+        """What waits, in as few rows as first fit finds; the fullest first."""
+        bins: list[list[TrainingSequence]] = []
+        room: list[int] = []
+        for sequence in sorted(self._waiting, key=len, reverse=True):
+            fit = next((row for row, left in enumerate(room) if left >= len(sequence)), None)
+            if fit is None:
+                fit = len(bins)
+                bins.append([])
+                room.append(self._length)
+            bins[fit].append(sequence)
+            room[fit] -= len(sequence)
+        return [bins[row] for row in sorted(range(len(bins)), key=lambda row: room[row])]
 
-    def _take(self) -> PackedBatch:
-        rows, self._waiting = self._waiting, [[] for _ in range(self._rows)]
-        self._room = [self._length] * self._rows
-        return pack_rows(rows, length=self._length)
+    def _take(self, bins: list[list[TrainingSequence]]) -> PackedBatch:
+        rows, rest = bins[: self._rows], bins[self._rows :]
+        self._waiting = [sequence for row in rest for sequence in row]
+        empty: list[list[TrainingSequence]] = [[] for _ in range(self._rows - len(rows))]
+        return pack_rows(rows + empty, length=self._length)
 
 
 def pack_rows(rows: list[list[TrainingSequence]], *, length: int) -> PackedBatch:

@@ -250,6 +250,7 @@ async def _model(
             agents=lambda tokenizer: build_agents(tokenizer, config.agent, config.agent.tools),
             limits=config.rollout.limits,
             context_length=config.engine.context_length,
+            row_tokens=2 * config.engine.context_length,
             seed=config.seed,
             progress=progress,
         )
@@ -284,7 +285,7 @@ def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner,
     learner = Learner(
         policy_decoder(config, model),
         config.learner,
-        row_tokens=config.learner.row_tokens or config.engine.context_length,
+        row_tokens=config.learner.row_tokens or 2 * config.engine.context_length,
         temperature=config.agent.temperature,
         max_lag=config.rollout.max_lag,
     )

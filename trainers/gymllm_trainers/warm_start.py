@@ -46,26 +46,22 @@ class WarmStartConfig:
     """Without it the tiny model starts from random weights."""
     cache: bool = True
     """Whether a warm start is kept in, and taken from, the user's cache folder."""
-    episodes: int = 1200
+    episodes: int = 400
     """Scripted episodes that are imitated, each once."""
-    batch_episodes: int = 8
-    """Episodes of one optimizer step."""
-    skill: float = 0.6
-    """Probability of an optimal move; the other moves are random. The reward that reinforcement
-    learning starts from follows from it."""
-    learning_rate: float = 2e-3
+    skill: float = 0.4
+    """Probability of an optimal move; the other moves wander. The reward that reinforcement learning
+    starts from follows from it."""
+    learning_rate: float = 1e-3
     """Peak learning rate; it falls linearly to a tenth."""
-    rows: int = 4
+    rows: int = 1
     """Rows of a micro-batch."""
     vocab_size: int = 384
     """Entries of the tokenizer that is trained on the episodes' text, at most."""
 
     def __post_init__(self) -> None:
-        if self.episodes < self.batch_episodes or self.batch_episodes < 1:
-            raise ConfigError(
-                f"warm_start.episodes ({self.episodes}) must be >= warm_start.batch_episodes "
-                f"({self.batch_episodes}) >= 1."
-            )
+        for name in ("episodes", "rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"warm_start.{name} must be >= 1, got {getattr(self, name)}.")
         if not 0 <= self.skill <= 1:
             raise ConfigError(f"warm_start.skill must be from 0 to 1, got {self.skill}.")
 
@@ -152,6 +148,7 @@ async def warm_start(
     agents: Callable[[Tokenizer], AgentFactory],
     limits: EpisodeLimits,
     context_length: int,
+    row_tokens: int,
     seed: int,
     progress: Callable[[str], None],
 ) -> None:
@@ -165,6 +162,7 @@ async def warm_start(
         agents: Makes agents for a tokenizer, as the run will.
         limits: Of the scripted episodes.
         context_length: Longest episode, in tokens.
+        row_tokens: Tokens of a training row.
         seed: The run's seed.
         progress: Told what is going on, in a person's words.
 
@@ -185,9 +183,7 @@ async def warm_start(
     stop = threading.Event()
     try:
         await anyio.to_thread.run_sync(
-            lambda: _imitate(
-                folder, config, played, tokenizer, context_length, seed, progress, stop
-            ),
+            lambda: _imitate(folder, config, played, tokenizer, row_tokens, seed, progress, stop),
             abandon_on_cancel=True,
         )
     finally:
@@ -199,13 +195,14 @@ def _imitate(
     config: WarmStartConfig,
     played: list[Trajectory],
     tokenizer: Tokenizer,
-    context_length: int,
+    row_tokens: int,
     seed: int,
     progress: Callable[[str], None],
     stop: threading.Event,
 ) -> None:
     decoder = random_decoder(tiny_config(tokenizer.vocab_size), seed=seed)
-    steps = config.episodes // config.batch_episodes
+    tokens = sum(trajectory.tokens for trajectory in played)
+    steps = max(1, tokens // (config.rows * row_tokens))  # a few more with the padding
     learner = Learner(
         decoder,
         LearnerConfig(
@@ -215,18 +212,22 @@ def _imitate(
             decay_steps=steps,
             rows=config.rows,
         ),
-        row_tokens=context_length,
+        row_tokens=row_tokens,
         temperature=1.0,
         max_lag=0,
     )
-    for step in range(steps):
+    learner.compile()
+    for done, trajectory in enumerate(played):
         if stop.is_set():
             return
-        batch = played[step * config.batch_episodes : (step + 1) * config.batch_episodes]
-        learner.add_sequences([sequence for one in batch for sequence in supervised(one)])
-        metrics = learner.step()
-        if step % 10 == 0:
-            progress(f"warm start: {step}/{steps}, loss {metrics.get('loss', float('nan')):.3f}")
+        learner.add_sequences(supervised(trajectory))
+        # A step whenever a micro-batch is full: nothing is padded to end a step.
+        if learner.micro_batches:
+            loss = learner.step(flush=False)["loss"]
+            if learner.version % 10 == 0:
+                progress(f"warm start: {done}/{len(played)} episodes, loss {loss:.3f}")
+    if not learner.version:
+        learner.step()  # they are too few to fill one micro-batch
     weights = decoder_params(learner.policy())
     if not stop.is_set():
         folder.parent.mkdir(parents=True, exist_ok=True)

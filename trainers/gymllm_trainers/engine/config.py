@@ -14,7 +14,7 @@ class EngineConfig:
 
     slots: int = 32
     """Conversations whose keys and values are kept; also the most that generate at once."""
-    context_length: int = 512
+    context_length: int = 384
     """Tokens of prompt and generation together that a slot holds."""
     small_batch: int = 8
     """Rows of the smaller of two batch shapes; the larger has a row for every slot."""

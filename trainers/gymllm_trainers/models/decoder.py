@@ -158,15 +158,11 @@ class Decoder(nnx.Module):
         Returns:
             [B, T, D] in `compute_dtype`, after the final norm.
         """
-        order = jnp.arange(ids_BT.shape[1])
-        visible_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (
-            order[None, :, None] >= order[None, None, :]
-        )
         rope = _rope(positions_BT, self.config)
 
         def layer(x_BTD: Array, weights: dict[str, Array]) -> tuple[Array, None]:
             query, key, value = self._project(x_BTD, weights, rope)
-            mixed = attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), visible_BTT)
+            mixed = packed_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), segments_BT)
             return self._finish(x_BTD, mixed, weights), None
 
         body = jax.checkpoint(layer) if self.remat else layer
@@ -278,6 +274,26 @@ class Decoder(nnx.Module):
         inner = _rms_norm(x, weights["mlp_norm"], self.config.rms_norm_eps)
         gate = jax.nn.silu(self._linear(inner, weights, "gate"))
         return x + self._linear(gate * self._linear(inner, weights, "up"), weights, "down")
+
+
+def packed_attention(
+    query_BTNH: Array, key_BKTH: Array, value_BKTH: Array, segments_BT: Array, *, block: int = 256
+) -> Array:
+    """Causal attention inside each segment of packed rows; returns [B, T, N * H].
+
+    Queries go in blocks, each against the keys up to its own end: what causality hides from a whole block
+    is never computed.
+    """
+    tokens = query_BTNH.shape[1]
+    order = jnp.arange(tokens)
+    parts: list[Array] = []
+    for start in range(0, tokens, block):
+        end = min(start + block, tokens)
+        same = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
+        visible = same & (order[start:end, None] >= order[:end])
+        keys, values = key_BKTH[:, :, :end], value_BKTH[:, :, :end]
+        parts.append(attention(query_BTNH[:, start:end], keys, values, visible))
+    return jnp.concatenate(parts, axis=1)
 
 
 def attention(query_BTNH: Array, key_BKMH: Array, value_BKMH: Array, visible_BTM: Array) -> Array:

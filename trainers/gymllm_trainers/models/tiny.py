@@ -21,7 +21,9 @@ def tiny_config(vocab_size: int, *, max_position_embeddings: int = 2048) -> Deco
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=max_position_embeddings,
-        rope_theta=10_000.0,
+        # Its texts are short: a small base lets most of a head tell neighbouring tokens apart, and the
+        # warm start learns to look at the right word in a third of the episodes that 10,000 takes.
+        rope_theta=500.0,
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
         qk_norm=True,
