@@ -19,6 +19,7 @@ from gymllm_agents.tool_agent import ToolAgent as ToolAgent
 from gymllm_agents.tool_agent import ToolConfig as ToolConfig
 from gymllm_agents.tool_calls import HermesParser as HermesParser
 from gymllm_agents.tool_calls import ParsedReply as ParsedReply
+from gymllm_agents.tool_calls import PlainParser as PlainParser
 from gymllm_agents.tool_calls import ToolCall as ToolCall
 from gymllm_agents.tool_calls import ToolCallParser as ToolCallParser
 from gymllm_agents.tool_calls import UnreadableCall as UnreadableCall
@@ -35,6 +36,7 @@ __all__ = [
     "ConversationConfig",
     "HermesParser",
     "ParsedReply",
+    "PlainParser",
     "Reply",
     "Tokenizer",
     "Tool",

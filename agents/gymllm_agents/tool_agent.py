@@ -56,7 +56,7 @@ class ToolAgent:
             conversation: A new one.
             tools: By name.
             parser: How calls are written.
-            result_role: "tool" where the template knows that role, else "user".
+            result_role: "tool" where the template lists the tools, else "user".
             max_tool_calls: Most calls a turn.
         """
         self._conversation = conversation
@@ -76,8 +76,8 @@ class ToolAgent:
     ) -> AgentFactory:
         """Makes agents that share the tokenizer, the opening, and what is known of the template.
 
-        Where the chat template has no tool support, the tools and the form of a call go into the system
-        prompt, and results come as user messages.
+        Where the chat template has no tool support, or teaches another form than the parser's, the tools
+        and the form of a call go into the system prompt, and results come as user messages.
 
         Args:
             tokenizer: Has a chat template.
@@ -96,7 +96,7 @@ class ToolAgent:
             names = ", ".join(tool.name for tool in tools) or "none"
             raise ConfigError(f"A tool agent needs tools with names of their own, got: {names}.")
         schemas = [tool.schema for tool in tools]
-        listed = tokenizer.template.supports_tools()
+        listed = parser.from_template and tokenizer.template.supports_tools()
         if listed:
             chat = ChatFormat(tokenizer, opening=config.opening, tools=schemas)
         else:

@@ -6,7 +6,7 @@ import pytest
 
 from gymllm.errors import ConfigError, ModelError
 from gymllm.trajectory import Message
-from gymllm_agents import Tool, ToolAgent, ToolConfig, calculator
+from gymllm_agents import PlainParser, Tool, ToolAgent, ToolConfig, calculator
 
 ROOMY = ToolConfig(max_new_tokens=200)  # the little vocabulary spells calls out
 
@@ -170,3 +170,22 @@ def test_a_missing_template_and_a_refused_rewrite_are_told(with_template):
     config = ToolConfig(on_rewrite="error")
     with pytest.raises(ModelError, match="on_rewrite"):
         ToolAgent.factory(with_template("thinking"), config, tools=[calculator()])
+
+
+@pytest.mark.asyncio
+async def test_a_template_does_not_teach_the_plain_form(tokenizer, scripted, start):
+    tool = calculator()
+    assert tokenizer.template.supports_tools()
+    factory = ToolAgent.factory(tokenizer, ROOMY, tools=[tool], parser=PlainParser([tool.schema]))
+    agent = start(factory, scripted("calculator(47 * 86)", "4042"))
+    action = await agent.act("What is 47 * 86?")
+    assert (action.text, action.tool_calls, action.tool_errors) == ("4042", 1, 0)
+    assert [m.role for m in agent.messages()] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert "calculator(expression): " in agent.messages()[0].content
+    assert "tool_call" not in shown(agent, tokenizer)

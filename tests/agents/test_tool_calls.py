@@ -1,11 +1,20 @@
-"""The Hermes form: what it reads, what it tells, and that nothing breaks it."""
+"""The forms of tool calls: what each reads, what it tells, and that nothing breaks it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gymllm_agents import HermesParser, ToolCall, UnreadableCall
+from gymllm.errors import ConfigError
+from gymllm_agents import (
+    HermesParser,
+    ParsedReply,
+    PlainParser,
+    Tool,
+    ToolCall,
+    UnreadableCall,
+    calculator,
+)
 
 PARSER = HermesParser()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -93,3 +102,44 @@ def test_instructions_name_tools_and_form():
     text = PARSER.instructions([schema])
     assert '{"name": "add"}' in text
     assert PARSER.OPEN in text
+
+
+PLAIN = PlainParser([calculator().schema])
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "arguments"),
+    [
+        ("calculator(12 * 7)", "", ["12 * 7"]),
+        (" calculator((3 + 4) * 2) \n", "", ["(3 + 4) * 2"]),
+        ("Let me see.\ncalculator(1)\ncalculator(2)\nDone.", "Let me see.\nDone.", ["1", "2"]),
+        ("calculator()", "", [""]),
+        ("The calculator(1) says 1.", "The calculator(1) says 1.", []),
+        ("Calculator(1)\nabs(2)", "Calculator(1)\nabs(2)", []),
+        ("calculator", "calculator", []),
+        ("", "", []),
+    ],
+)
+def test_plain_calls_are_lines_that_begin_with_a_tools_name(text, kept, arguments):
+    calls = tuple(ToolCall(name="calculator", arguments={"expression": a}) for a in arguments)
+    assert PLAIN.parse(text) == ParsedReply(text=kept, calls=calls)
+
+
+def test_a_plain_call_that_is_not_closed_says_so():
+    (call,) = PLAIN.parse("calculator(12 * 7 = 84").calls
+    assert isinstance(call, UnreadableCall)
+    assert "must end with a closing parenthesis" in call.problem
+
+
+def test_plain_instructions_show_each_call():
+    assert PLAIN.instructions([calculator().schema]).endswith(
+        "\ncalculator(expression): Works out an arithmetic expression."
+    )
+
+
+@pytest.mark.parametrize("properties", [{}, {"a": {"type": "string"}, "b": {}}, {"a": {}}])
+def test_the_plain_form_refuses_tools_with_other_arguments(properties):
+    parameters = {"type": "object", "properties": properties}
+    tool = Tool(name="look", description="Looks.", parameters=parameters, function=str)
+    with pytest.raises(ConfigError, match="one argument, of type string; 'look' has: "):
+        PlainParser([tool.schema])

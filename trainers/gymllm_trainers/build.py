@@ -11,9 +11,19 @@ import gymnasium
 from gymllm.agent import AgentFactory
 from gymllm.pool import EnvPool
 from gymllm.registration import check_id, make
-from gymllm_agents import ConversationAgent, Tokenizer, Tool, ToolAgent, ToolConfig, calculator
+from gymllm_agents import (
+    ConversationAgent,
+    HermesParser,
+    PlainParser,
+    Tokenizer,
+    Tool,
+    ToolAgent,
+    ToolConfig,
+    calculator,
+)
 
 ToolName = Literal["calculator"]
+ToolForm = Literal["hermes", "plain"]
 _TOOLS: Mapping[ToolName, Callable[[], Tool]] = {"calculator": calculator}
 
 
@@ -49,15 +59,28 @@ def build_pool(
 
 
 def build_agents(
-    tokenizer: Tokenizer, config: ToolConfig, tools: Sequence[ToolName] = ()
+    tokenizer: Tokenizer,
+    config: ToolConfig,
+    tools: Sequence[ToolName] = (),
+    *,
+    form: ToolForm = "hermes",
 ) -> AgentFactory:
     """What makes the agent of each episode: with tools a `ToolAgent`, else a `ConversationAgent`.
 
+    Args:
+        tokenizer: Has a chat template.
+        config: The agents' settings.
+        tools: What they may call.
+        form: How they write calls.
+
     Raises:
+        ConfigError: A tool can't be called in this form.
         ModelError: The tokenizer's chat template can't be used.
     """
     # Settings may be of a class derived from ToolConfig; the agents are given just theirs.
     plain = ToolConfig(**{field.name: getattr(config, field.name) for field in fields(ToolConfig)})
     if not tools:
         return ConversationAgent.factory(tokenizer, plain)
-    return ToolAgent.factory(tokenizer, plain, tools=[_TOOLS[name]() for name in tools])
+    made = [_TOOLS[name]() for name in tools]
+    parser = HermesParser() if form == "hermes" else PlainParser([tool.schema for tool in made])
+    return ToolAgent.factory(tokenizer, plain, tools=made, parser=parser)

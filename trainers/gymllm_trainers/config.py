@@ -22,7 +22,7 @@ from gymllm.errors import ConfigError
 from gymllm.registration import check_id
 from gymllm.rollout import RolloutConfig
 from gymllm_agents import ToolConfig
-from gymllm_trainers.build import ToolName
+from gymllm_trainers.build import ToolForm, ToolName
 from gymllm_trainers.config_files import flatten, merge, parse_scalar, read_yaml, to_yaml
 from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import LearnerConfig
@@ -88,6 +88,9 @@ class AgentSettings(ToolConfig):
 
     tools: tuple[ToolName, ...] = ()
     """What it may call inside a turn; none makes a plain conversation."""
+    tool_form: ToolForm = "hermes"
+    """How it writes a call. hermes: <tool_call>{"name": "calculator", "arguments": {...}}</tool_call>;
+    plain: calculator(12 * 7) on a line of its own, for tools with one argument."""
 
 
 @dataclass(frozen=True, kw_only=True)

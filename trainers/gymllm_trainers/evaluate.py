@@ -235,7 +235,12 @@ async def play(
         engine, tokenizer = _engine(evaluation, timeline)
         return await evaluate(
             pool=pool,
-            make_agent=build_agents(tokenizer, evaluation.agent, evaluation.agent.tools),
+            make_agent=build_agents(
+                tokenizer,
+                evaluation.agent,
+                evaluation.agent.tools,
+                form=evaluation.agent.tool_form,
+            ),
             engine=engine,
             tasks=SeededTasks(run_seed=evaluation.seed, split="evaluation", count=env.tasks),
             episodes=evaluation.episodes,

@@ -120,7 +120,9 @@ async def _main(session: _Session) -> None:
         started = time.monotonic()
         model = await _model(config, pool, display.phase)
         session.files.notes.append(f"model ready after {time.monotonic() - started:.1f} s")
-        agents = build_agents(model.tokenizer, config.agent, config.agent.tools)
+        agents = build_agents(
+            model.tokenizer, config.agent, config.agent.tools, form=config.agent.tool_form
+        )
         clock.enter("compile")
         display.phase("compiling")
         learner, engine = await _in_thread(lambda: _learner_and_engine(session, model))
@@ -247,7 +249,9 @@ async def _model(
             settings,
             pool=pool,
             player=player,
-            agents=lambda tokenizer: build_agents(tokenizer, config.agent, config.agent.tools),
+            agents=lambda tokenizer: build_agents(
+                tokenizer, config.agent, config.agent.tools, form=config.agent.tool_form
+            ),
             limits=config.rollout.limits,
             context_length=config.engine.context_length,
             row_tokens=2 * config.engine.context_length,
