@@ -34,7 +34,7 @@ class RolloutConfig:
 
     group_size: int = 8
     """Episodes of each task, the group that a baseline is made of."""
-    concurrency: int = 64
+    concurrency: int = 32
     """Episodes in flight at most."""
     max_lag: int = 2
     """Policy versions that a trained token may be behind; groups are admitted so that work rarely gets

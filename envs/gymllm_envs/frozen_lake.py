@@ -127,10 +127,10 @@ class RandomLake(gymnasium.Env[Any, Any]):
         ending = {"H": FELL, "G": REACHED}.get(self._map[row][column])
         if ending:
             return ending
-        around = ", ".join(
-            f"{action} {self._cell(row + down, column + right)}"
-            for action, (down, right) in MOVES.items()
-        )
+        beside = {a: self._cell(row + down, column + right) for a, (down, right) in MOVES.items()}
+        ice = [action for action, cell in beside.items() if cell == "F"]
+        goal = [f"goal {action}" for action, cell in beside.items() if cell == "G"]
+        around = ", ".join(["ice " + ", ".join(ice) if ice else "no ice", *goal])
         here = f"row {row} column {column}: {around}"
         if not self._at_start:
             return here

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,7 +50,7 @@ class Timeline:
         self._added += 1
 
     @contextmanager
-    def span(self, track: str, name: str, **attributes: Attribute) -> Iterator[None]:
+    def span(self, track: str, name: str, **attributes: Attribute) -> Generator[None]:
         """Records the time inside the `with` block, also when it raises."""
         start = time.perf_counter_ns()
         try:
@@ -115,7 +115,7 @@ class ResourceClock:
             return previous
 
     @contextmanager
-    def during(self, state: str) -> Iterator[None]:
+    def during(self, state: str) -> Generator[None]:
         """In `state` inside the block, in the state before it afterwards."""
         previous = self.enter(state)
         try:

@@ -44,12 +44,12 @@ class LearnerConfig:
 
     groups_per_step: int = 4
     """Groups in one optimizer step."""
-    learning_rate: float = 2e-4
+    learning_rate: float = 1.5e-4
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0 to its peak."""
-    decay_steps: int = 0
-    """Steps after which the learning rate has fallen to a tenth of its peak; 0 keeps it constant."""
+    final_rate: float = 0.1
+    """Learning rate at the run's last step, as a share of its peak; it falls linearly. 1 keeps it."""
     adam_b1: float = 0.9
     """Decay of AdamW's first moment."""
     adam_b2: float = 0.99
@@ -85,6 +85,8 @@ class LearnerConfig:
         for name in ("groups_per_step", "rows", "head_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"learner.{name} must be >= 1, got {getattr(self, name)}.")
+        if not 0 <= self.final_rate <= 1:
+            raise ConfigError(f"learner.final_rate must be from 0 to 1, got {self.final_rate}.")
         for name in ("learning_rate", "max_grad_norm", "correction_cap"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"learner.{name} must be > 0, got {getattr(self, name)}.")
@@ -128,6 +130,7 @@ class Learner:
         row_tokens: int,
         temperature: float,
         max_lag: int,
+        total_steps: int | None = None,
     ) -> None:
         """Takes the decoder over.
 
@@ -137,6 +140,7 @@ class Learner:
             row_tokens: Tokens of a row; the longest sequence that can be trained on.
             temperature: The temperature that trajectories are sampled at.
             max_lag: Oldest token that is trained on, in policy versions behind the current one.
+            total_steps: Steps of the whole run, over which the learning rate falls; None keeps it.
 
         Raises:
             ConfigError: The temperature is 0.
@@ -154,7 +158,7 @@ class Learner:
         wanted = LoRAParam if decoder.adapters is not None else nnx.Param
         graph, trainable, frozen = nnx.split(decoder, wanted, ...)
         self._graph, self._frozen = graph, frozen
-        self._optimizer = _optimizer(config)
+        self._optimizer = _optimizer(config, total_steps)
         self.state = LearnerState(trainable, self._optimizer.init(trainable), 0)
         self._gradient: Tree = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trainable
@@ -408,17 +412,14 @@ class _Counts:
     lag_max: int = 0
 
 
-def _optimizer(config: LearnerConfig) -> optax.GradientTransformation:
-    peak = config.learning_rate
+def _optimizer(config: LearnerConfig, total_steps: int | None) -> optax.GradientTransformation:
+    peak, rising = config.learning_rate, config.warmup_steps
     # Not from 0: the first step would change nothing.
-    rise = optax.linear_schedule(peak / (config.warmup_steps + 1), peak, config.warmup_steps)
-    if config.decay_steps:
-        rest = optax.linear_schedule(
-            peak, peak / 10, max(config.decay_steps - config.warmup_steps, 1)
-        )
-    else:
-        rest = optax.constant_schedule(peak)
-    schedule = optax.join_schedules([rise, rest], [config.warmup_steps])
+    rise = optax.linear_schedule(peak / (rising + 1), peak, rising)
+    falling = max((total_steps or 0) - rising, 1)
+    last = peak * (config.final_rate if total_steps else 1.0)
+    rest = optax.linear_schedule(peak, last, falling)
+    schedule = optax.join_schedules([rise, rest], [rising])
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(

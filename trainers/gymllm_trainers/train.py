@@ -23,7 +23,7 @@ from gymllm.pool import EnvPool
 from gymllm.rollout import AdmissionGate, Rollout
 from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
-from gymllm.trajectory import Group
+from gymllm.trajectory import Ending, Group, Trajectory
 from gymllm_agents import Tokenizer
 from gymllm_envs.scripted import scripted_player
 from gymllm_trainers.build import build_agents, build_pool
@@ -34,6 +34,7 @@ from gymllm_trainers.display import Display, RunView
 from gymllm_trainers.engine import JaxEngine
 from gymllm_trainers.engine.engine import EngineCounts
 from gymllm_trainers.learner import Learner, LearnerState
+from gymllm_trainers.memory import keep_freed_memory
 from gymllm_trainers.models import (
     Decoder,
     LoadedModel,
@@ -63,6 +64,7 @@ def run(config: TrainConfig) -> None:
         KeyboardInterrupt: Ctrl-C; a checkpoint was written.
     """
     started = time.monotonic()
+    keep_freed_memory()
     use_compilation_cache()
     folder = open_run_folder(config)
     timeline = Timeline()
@@ -163,11 +165,13 @@ async def _train(
         timeline=session.timeline,
         first_index=first_index,
         again=again,
+        on_trajectory=lambda trajectory: _keep_failed(session, learner.version + 1, trajectory),
     )
     engine.idle_cause = lambda: (
         "waiting: environments" if rollout.counts.in_flight else "waiting: learner"
     )
-    # JAX compiles in C++, where no thread can be told to stop: the learner's first steps do it.
+    # What a checkpoint holds, taken only between steps: at Ctrl-C a step may be half done in its thread.
+    progress = _Progress(learner.state, *rollout.position())
     view.step, view.phase = learner.version, "training"
     session.display.phase("training")
     statistics = StepStatistics()
@@ -196,6 +200,7 @@ async def _train(
                 for group in pending:
                     rollout.settle(group.task)
                 gate.leave(len(pending))
+                progress = _Progress(learner.state, *rollout.position())
                 clock.enter("log")
                 seconds = time.monotonic() - started
                 numbers = {
@@ -212,14 +217,16 @@ async def _train(
                 every = config.checkpoint.every
                 if every and step % every == 0 and step < config.steps:
                     clock.enter("checkpoint")
-                    if await _in_thread(lambda: _try_checkpoint(session, learner, rollout)):
+                    if await _in_thread(
+                        lambda progress=progress: _try_checkpoint(session, progress)
+                    ):
                         saved = step
     finally:
         # Ctrl-C and errors come through here too: a cancelled task must still be able to save.
         with anyio.CancelScope(shield=True):
             clock.enter("checkpoint")
-            if saved != learner.version:
-                await _in_thread(lambda: _checkpoint(session, learner, rollout))
+            if saved != progress.state.version:
+                await _in_thread(lambda: _checkpoint(session, progress))
     clock.enter("export")
     session.display.phase("writing the model")
     await _in_thread(lambda: _export(session, learner, tokenizer))
@@ -292,6 +299,7 @@ def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner,
         row_tokens=config.learner.row_tokens or 2 * config.engine.context_length,
         temperature=config.agent.temperature,
         max_lag=config.rollout.max_lag,
+        total_steps=config.steps,
     )
     if session.resume_step is not None:
         like = {"trainable": learner.state.trainable, "optimizer": learner.state.optimizer}
@@ -315,23 +323,38 @@ def _position(session: _Session) -> tuple[int, list[int]]:
 # ------------------------------------------------------------------ what is kept
 
 
-def _checkpoint(session: _Session, learner: Learner, rollout: Rollout) -> None:
-    # One read: the state is replaced as a whole, so what is saved belongs together.
-    state = learner.state
-    next_task, again = rollout.position()
-    progress: dict[str, Json] = {"next_task": next_task, "again": cast("list[Json]", again)}
-    arrays = {"trainable": state.trainable, "optimizer": state.optimizer}
-    session.checkpoints.save(state.version, arrays, progress)
+@dataclass(frozen=True)
+class _Progress:
+    """Parameters and the tasks that belong to them: none lost, none trained twice."""
+
+    state: LearnerState
+    next_task: int
+    again: list[int]
 
 
-def _try_checkpoint(session: _Session, learner: Learner, rollout: Rollout) -> bool:
+def _checkpoint(session: _Session, progress: _Progress) -> None:
+    arrays = {"trainable": progress.state.trainable, "optimizer": progress.state.optimizer}
+    tasks: dict[str, Json] = {
+        "next_task": progress.next_task,
+        "again": cast("list[Json]", progress.again),
+    }
+    session.checkpoints.save(progress.state.version, arrays, tasks)
+
+
+def _try_checkpoint(session: _Session, progress: _Progress) -> bool:
     """A checkpoint on the way; one that can't be written is said, and the run goes on."""
     try:
-        _checkpoint(session, learner, rollout)
+        _checkpoint(session, progress)
     except RunError as error:
         warn(str(error))
         return False
     return True
+
+
+def _keep_failed(session: _Session, step: int, trajectory: Trajectory) -> None:
+    """Failed episodes are never trained on, but whoever looks for the cause must find them."""
+    if trajectory.ending is Ending.FAILED:
+        session.files.trajectories(step, [trajectory])
 
 
 def _export(session: _Session, learner: Learner, tokenizer: Tokenizer) -> None:

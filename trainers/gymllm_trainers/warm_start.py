@@ -46,7 +46,7 @@ class WarmStartConfig:
     """Without it the tiny model starts from random weights."""
     cache: bool = True
     """Whether a warm start is kept in, and taken from, the user's cache folder."""
-    episodes: int = 400
+    episodes: int = 500
     """Scripted episodes that are imitated, each once."""
     skill: float = 0.4
     """Probability of an optimal move; the other moves wander. The reward that reinforcement learning
@@ -209,12 +209,12 @@ def _imitate(
             loss="reinforce",
             learning_rate=config.learning_rate,
             warmup_steps=min(20, steps),
-            decay_steps=steps,
             rows=config.rows,
         ),
         row_tokens=row_tokens,
         temperature=1.0,
         max_lag=0,
+        total_steps=steps,
     )
     learner.compile()
     for done, trajectory in enumerate(played):
