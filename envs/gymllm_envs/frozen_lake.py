@@ -1,7 +1,7 @@
 """`gymllm/FrozenLake-v0`: Gymnasium's FrozenLake in text, on a new random map each episode.
 
 The first observation shows the map, one letter a cell and one row a line: `S` the start, `F` ice, `H` a
-hole, `G` the goal. Each observation says where the player is and what is around. `scripted_action` plays
+hole, `G` the goal. Each observation says where the player is and where ice or the goal is around. `scripted_action` plays
 from that text with a chosen skill, as a baseline and to warm-start a model.
 """
 

@@ -248,7 +248,9 @@ async def _model(
     if not settings.enabled:
         tokenizer = await learn_tokenizer(pool, player, config=settings, seed=config.seed)
         decoder = random_decoder(tiny_config(tokenizer.vocab_size), seed=config.seed, dtype=dtype)
-        return LoadedModel(decoder.config, decoder_params(decoder), tokenizer)
+        return LoadedModel(
+            config=decoder.config, params=decoder_params(decoder), tokenizer=tokenizer
+        )
     folder = warm_start_folder(config)
     if not (settings.cache and folder.exists()):
         await warm_start(
