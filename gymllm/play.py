@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import gymnasium
 
 import gymllm
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, EnvCrashedError, EnvError, EnvTypeError
+from gymllm.workers.slot import check_reset, check_step
 
+T = TypeVar("T")
+
+EXIT_BROKEN = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plays one episode. Returns the exit code: 0, 2 for an unknown environment, 130 after Ctrl-C."""
+    """Plays one episode.
+
+    Args:
+        arguments: Arguments; by default those of the process.
+
+    Returns:
+        The exit code: 0; 1 if the environment broke; 2 if it can't be made; 130 after Ctrl-C.
+    """
     parser = argparse.ArgumentParser(
         prog="gymllm-play", description="Play an environment in the terminal, as a model sees it."
     )
@@ -39,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("\nInterrupted.")
         return EXIT_INTERRUPTED
+    except EnvError as problem:
+        _say(f"gymllm-play: {problem}")
+        return EXIT_BROKEN
     except EOFError:
         _say("\nNo more input.")
     finally:
@@ -50,25 +65,49 @@ def play(env: gymnasium.Env[str, str], *, seed: int | None) -> float:
     """Plays one episode with actions from standard input; returns the sum of its rewards.
 
     Raises:
+        EnvError: The environment raised, or answered with something of a wrong type.
         EOFError: Standard input ended.
         KeyboardInterrupt: Ctrl-C.
     """
-    observation, _ = env.reset(seed=seed)
-    total, turns, terminated, truncated = 0.0, 0, False, False
-    info: dict[str, object] = {}
+    observation, _ = _answer(env, "reset", check_reset, seed=seed)
+    total, turns, ending = 0.0, 0, ""
     print(observation, flush=True)
-    while not (terminated or truncated):
+    while not ending:
         _say("> ", end="")
         line = sys.stdin.readline()
         if not line:
             raise EOFError
-        observation, reward, terminated, truncated, info = env.step(line.rstrip("\n"))
-        total, turns = total + float(reward), turns + 1
-        print(observation, flush=True)
-        _say(f"[turn {turns}: reward {float(reward):g}]")
-    ending = "Terminated" if terminated else f"Truncated ({info.get('truncated_by', 'a limit')})"
+        result = _answer(env, "step", check_step, line.rstrip("\n"))
+        total, turns = total + result.reward, turns + 1
+        print(result.observation, flush=True)
+        _say(f"[turn {turns}: reward {result.reward:g}]")
+        if result.terminated:
+            ending = "Terminated"
+        elif result.truncated:
+            ending = f"Truncated ({result.info.get('truncated_by', 'a limit')})"
     _say(f"{ending} after {turns} turns, total reward {total:g}.")
     return total
+
+
+def _answer(
+    env: gymnasium.Env[str, str],
+    method: str,
+    check: Callable[[object], T],
+    *args: object,
+    **kwargs: object,
+) -> T:
+    """What the environment answered, its types checked; its faults named, as the pool does it."""
+    name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+    try:
+        answer = getattr(env, method)(*args, **kwargs)
+    except (Exception, SystemExit) as problem:
+        raise EnvCrashedError(
+            f"{name}: {method}: raised {type(problem).__name__}: {problem}."
+        ) from problem
+    try:
+        return check(answer)
+    except EnvTypeError as problem:
+        raise EnvTypeError(f"{name}: {method}: {problem}.") from None
 
 
 def _say(text: str, end: str = "\n") -> None:

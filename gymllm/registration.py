@@ -6,6 +6,7 @@ it is imported: each names a function without arguments that registers environme
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterable
 from importlib import metadata
@@ -15,7 +16,7 @@ import gymnasium
 from gymnasium import error
 
 from gymllm.adapters import TextAdapter, is_text_env
-from gymllm.errors import ConfigError, UnknownNameError
+from gymllm.errors import ConfigError, GymLLMError, UnknownNameError
 
 ENTRY_POINT_GROUP = "gymllm.envs"
 
@@ -64,9 +65,13 @@ def make(env_id: str, **kwargs: Any) -> gymnasium.Env[str, str]:
 
     Raises:
         UnknownNameError: Nothing is registered by that name.
-        ConfigError: The environment does not take these arguments, or needs something that is missing.
+        ConfigError: The environment does not take these arguments, needs something that is missing,
+            or raised while it was made; or its module can't be imported.
     """
     check_id(env_id)
+    # Answers are checked where they are used, with errors that say what came. Gymnasium's checker
+    # would raise before, as if the environment had.
+    kwargs.setdefault("disable_env_checker", True)
     env = _make(env_id, kwargs)
     if is_text_env(env):
         return env
@@ -77,14 +82,39 @@ def make(env_id: str, **kwargs: Any) -> gymnasium.Env[str, str]:
 
 
 def _make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    module, colon, _ = env_id.partition(":")
+    if colon:
+        _import(module, env_id)
     try:
         return gymnasium.make(env_id, **kwargs)
-    except (error.UnregisteredEnv, error.DeprecatedEnv, ModuleNotFoundError) as problem:
+    except (error.UnregisteredEnv, error.DeprecatedEnv) as problem:
         raise _unknown(env_id) from problem
+    except GymLLMError:
+        raise
     except error.DependencyNotInstalled as problem:
         raise ConfigError(f"{env_id} can't be made: {problem}") from problem
     except TypeError as problem:
         raise ConfigError(f"{env_id} can't be made with these arguments: {problem}") from problem
+    except Exception as problem:
+        raise ConfigError(
+            f"{env_id} can't be made: it raised {type(problem).__name__}: {problem}. Check its "
+            "arguments and what it needs."
+        ) from problem
+
+
+def _import(module: str, env_id: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as problem:
+        if isinstance(problem, ModuleNotFoundError) and problem.name == module.split(".")[0]:
+            raise ConfigError(
+                f"{env_id}: there is no module {module!r}. Check its name, install its package, or "
+                "put its folder on PYTHONPATH."
+            ) from problem
+        raise ConfigError(
+            f"{env_id}: the module {module!r} can't be imported: "
+            f"{type(problem).__name__}: {problem}."
+        ) from problem
 
 
 def _unknown(env_id: str) -> UnknownNameError:

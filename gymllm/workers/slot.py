@@ -289,12 +289,17 @@ def check_step(answer: object) -> StepResult:
 
 
 def _parts(answer: object, count: int) -> tuple[object, ...]:
-    if not isinstance(answer, tuple) or len(cast("tuple[object, ...]", answer)) != count:
-        shown = (
-            f"{len(cast('tuple[object]', answer))}" if isinstance(answer, tuple) else repr(answer)
-        )
-        raise EnvTypeError(f"must return a tuple of {count}, got {shown}")
-    return cast("tuple[object, ...]", answer)
+    if not isinstance(answer, tuple):
+        raise EnvTypeError(f"must return a tuple of {count}, got {_shown(answer)}")
+    parts = cast("tuple[object, ...]", answer)
+    if len(parts) != count:
+        raise EnvTypeError(f"must return a tuple of {count}, got {len(parts)}: {_shown(parts)}")
+    return parts
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _text(observation: object) -> str:

@@ -3,7 +3,9 @@
 import io
 import subprocess
 import sys
+from typing import Any
 
+import gymnasium
 import pytest
 
 import gymllm
@@ -60,6 +62,43 @@ def test_unknown_env_leaves_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean gymllm/FrozenLake-v0" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([LAKE, "--seed", "-1"])
+
+
+class Faulty(gymllm.Env):
+    """Answers a step with too little, or raises."""
+
+    waits = False
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self._raises = raises
+
+    async def areset(self, **_: Any) -> Any:
+        return "a question", {}
+
+    async def astep(self, action: str) -> Any:
+        raise RuntimeError("the answers are gone")
+
+    def step(self, action: str) -> Any:
+        return super().step(action) if self._raises else ("right", 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("raises", "said"),
+    [
+        (True, "test/Faulty-v0: step: raised RuntimeError: the answers are gone."),
+        (False, "test/Faulty-v0: step: must return a tuple of 5, got 3: ('right', 1.0, True)."),
+    ],
+)
+def test_a_broken_env_leaves_with_1(
+    raises: bool, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("an answer\n"))
+    gymnasium.register("test/Faulty-v0", Faulty, kwargs={"raises": raises})
+    try:
+        assert main(["test/Faulty-v0"]) == 1
+    finally:
+        del gymnasium.registry["test/Faulty-v0"]
+    assert said in capsys.readouterr().err
 
 
 def test_runs_as_a_command() -> None:

@@ -224,10 +224,18 @@ async def test_a_tuple_of_the_wrong_length_is_named() -> None:
         def step(self, action: str) -> Any:
             return super().step(action)[:4]
 
-    async with gymllm.EnvPool(Short, 1).lease() as env:
-        await env.reset()
-        with pytest.raises(EnvTypeError, match="must return a tuple of 5, got 4"):
-            await env.step("")
+    gymnasium.register("test/Short-v0", Short)
+    try:
+        # By its id it comes with Gymnasium's wrappers, whose own checks must not come first.
+        for made_by in (Short, "test/Short-v0"):
+            async with gymllm.EnvPool(made_by, 1).lease() as env:
+                await env.reset()
+                with pytest.raises(
+                    EnvTypeError, match=r"a tuple of 5, got 4: \('text', 0.0, False, True\)"
+                ):
+                    await env.step("")
+    finally:
+        del gymnasium.registry["test/Short-v0"]
 
 
 @pytest.mark.asyncio

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import gymnasium
 import gymnasium.envs.registration
@@ -67,8 +68,6 @@ def test_unknown_id_says_what_is_close() -> None:
         check_id("CartPool-v1")
     with pytest.raises(UnknownNameError, match="no_such_namespace"):
         make("no_such_namespace/Env-v0")
-    with pytest.raises(UnknownNameError):
-        make("no_such_module:Env-v0")
     check_id("CartPole-v1")
 
 
@@ -77,6 +76,32 @@ def test_wrong_arguments_say_which() -> None:
         make(ENV_ID, no_such_option=1)
     with pytest.raises(ConfigError, match="size must be from 2"):
         make(ENV_ID, size=1)
+
+
+def test_a_module_that_cant_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "envs_lacking_a_package.py").write_text("import no_such_package")
+    (tmp_path / "envs_with_a_typo.py").write_text("def (")
+    with pytest.raises(ConfigError, match=r"there is no module 'no_such_module'.*PYTHONPATH"):
+        make("no_such_module:Env-v0")
+    with pytest.raises(ConfigError, match="ModuleNotFoundError: No module named 'no_such_package'"):
+        make("envs_lacking_a_package:Env-v0")
+    with pytest.raises(ConfigError, match="'envs_with_a_typo' can't be imported: SyntaxError"):
+        make("envs_with_a_typo:Env-v0")
+
+
+def test_an_env_that_raises_while_it_is_made_is_named() -> None:
+    def broken() -> gymnasium.Env[str, str]:
+        raise FileNotFoundError("no puzzles.json")
+
+    gymnasium.register("test/Broken-v0", broken)
+    try:
+        with pytest.raises(ConfigError, match=r"test/Broken-v0 .*FileNotFoundError: no puzzles"):
+            make("test/Broken-v0")
+    finally:
+        del gymnasium.registry["test/Broken-v0"]
 
 
 @pytest.mark.parametrize(
