@@ -172,6 +172,7 @@ class Rollout:
         self._unfinished: set[int] = set()
         self._slots = anyio.Semaphore(config.concurrency)
         self._failed_in_a_row = 0
+        self._unbegun_in_a_row = 0
         self.counts = RolloutCounts()
         self.failures: Counter[str] = Counter()
         """Failed episodes by what broke."""
@@ -189,7 +190,8 @@ class Rollout:
         """Plays while the `with` block runs; gives the stream of groups, oldest completion first.
 
         Raises:
-            RunError: `max_failed_groups` groups had to be replaced in a row.
+            RunError: `max_failed_groups` groups in a row had to be replaced, or ended before their
+                first turn because it does not fit in the engine's context.
         """
         # The gate bounds groups in existence, so this buffer can't fill before the gate closes.
         send, receive = anyio.create_memory_object_stream[Group](self._gate.limit)
@@ -250,13 +252,25 @@ class Rollout:
             return
         if trajectory.ending is Ending.FAILED:
             group.cancel()
-            self._replace(task)
+            self._replace(task, trajectory.reason)
             return
         complete = self._groups.add(trajectory)
         if complete is not None:
             self.counts.groups += 1
             self._failed_in_a_row = 0
+            self._check_begun(complete)
             await send.send(complete)
+
+    def _check_begun(self, group: Group) -> None:
+        """Raises once group after group has ended before its first turn: it would go on for ever."""
+        begun = any(t.turns or t.reason != "context_length" for t in group.trajectories)
+        self._unbegun_in_a_row = 0 if begun else self._unbegun_in_a_row + 1
+        if self._unbegun_in_a_row >= self._config.max_failed_groups:
+            raise RunError(
+                f"{self._unbegun_in_a_row} groups in a row ended before their first turn: the first "
+                f"prompt leaves no room in a context of {self._engine.context_length} tokens. Raise "
+                "engine.context_length, or shorten what the agent is told."
+            )
 
     async def _play(self, task: Task, member: int, group: anyio.CancelScope) -> Trajectory:
         attempt = 0
@@ -285,7 +299,7 @@ class Rollout:
                 return trajectory
             attempt += 1
 
-    def _replace(self, task: Task) -> None:
+    def _replace(self, task: Task, reason: str) -> None:
         """Gives a group up: the gate lets another task in its place."""
         self.counts.lost_episodes += self._groups.drop(task)
         self.counts.replaced_groups += 1
@@ -296,6 +310,6 @@ class Rollout:
             kinds = ", ".join(f"{kind} x{count}" for kind, count in self.failures.most_common(5))
             raise RunError(
                 f"{self._failed_in_a_row} groups in a row failed after {self._config.retries} retries "
-                f"each ({kinds}). Look at the failed trajectories of the run, or raise "
-                f"rollout.max_failed_groups."
+                f"each ({kinds}), the last with {reason.splitlines()[0]} Look at the failed "
+                f"trajectories of the run, or raise rollout.max_failed_groups."
             )

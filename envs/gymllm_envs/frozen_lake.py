@@ -1,8 +1,8 @@
 """`gymllm/FrozenLake-v0`: Gymnasium's FrozenLake in text, on a new random map each episode.
 
 The first observation shows the map, one letter a cell and one row a line: `S` the start, `F` ice, `H` a
-hole, `G` the goal. Each observation says where the player is and where ice or the goal is around. `scripted_action` plays
-from that text with a chosen skill, as a baseline and to warm-start a model.
+hole, `G` the goal. Each observation says where the player is and where there is ice, or the goal, around.
+`scripted_action` plays from that text with a chosen skill, as a baseline and to warm-start a model.
 """
 
 from __future__ import annotations
@@ -105,14 +105,16 @@ class RandomLake(gymnasium.Env[Any, Any]):
         self._is_slippery = is_slippery
         self._frozen_probability = frozen_probability
         self._map: list[str] = []
-        self._lake: FrozenLakeEnv | None = None
+        self._lake: gymnasium.Env[Any, Any] | None = None
         self._at_start = True
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         super().reset(seed=seed)
         map_seed, lake_seed = self.np_random.integers(2**31, size=2).tolist()
         self._map = generate_random_map(self._size, self._frozen_probability, map_seed)
-        self._lake = FrozenLakeEnv(desc=self._map, is_slippery=self._is_slippery)
+        self._lake = cast(
+            "gymnasium.Env[Any, Any]", FrozenLakeEnv(desc=self._map, is_slippery=self._is_slippery)
+        )
         self._at_start = True
         return cast("Start", self._lake.reset(seed=lake_seed))
 

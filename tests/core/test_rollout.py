@@ -60,6 +60,7 @@ class Scene:
         max_lag: int = 1,
         first_index: int = 0,
         again: Sequence[int] = (),
+        context_length: int = 4096,
         **config: int,
     ) -> None:
         self.tasks, self.ended = Tasks(), list[Trajectory]()
@@ -69,7 +70,11 @@ class Scene:
         self.rollout = Rollout(
             pool=self.pool,
             make_agent=ConversationAgent.factory(TOKENIZER, ConversationConfig(max_new_tokens=8)),
-            engine=ScriptedEngine(lambda prompt, rng: str(rng.integers(10**6)), TOKENIZER),
+            engine=ScriptedEngine(
+                lambda prompt, rng: str(rng.integers(10**6)),
+                TOKENIZER,
+                context_length=context_length,
+            ),
             tasks=self.tasks,
             config=RolloutConfig(**{**settings, **config}),
             gate=self.gate,
@@ -360,6 +365,15 @@ async def test_members_that_finished_are_lost_with_their_group_and_counted() -> 
 
 
 @pytest.mark.asyncio
+async def test_a_run_whose_first_prompts_never_fit_stops_and_says_so() -> None:
+    scene = Scene(max_failed_groups=3, context_length=8)
+    with pytest.raises(
+        RunError, match=r"3 groups in a row .* context of 8 tokens\. Raise engine\."
+    ):
+        await scene.take(4)
+
+
+@pytest.mark.asyncio
 async def test_a_run_in_which_everything_fails_stops_within_bounds() -> None:
     class Broken(Walk):
         async def areset(self, *, seed=None, options=None):
@@ -367,8 +381,9 @@ async def test_a_run_in_which_everything_fails_stops_within_bounds() -> None:
 
     scene = Scene(Broken, retries=2, max_failed_groups=4, slots=3)
     expected = "4 groups in a row failed after 2 retries each (EnvCrashedError x"
-    with pytest.raises(RunError, match=re.escape(expected)):
+    with pytest.raises(RunError, match=re.escape(expected) + ".*OSError: no display") as raised:
         await scene.take(1)
+    assert "\n" not in str(raised.value)
     assert len(scene.tasks.drawn) <= 4 + scene.gate.limit
     per_member = Counter((t.task.index, t.member) for t in scene.ended)
     assert max(per_member.values()) <= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -134,6 +135,25 @@ def test_mistake_in_an_evaluation_ends_with_code_2_and_leaves_nothing(capsys, ar
     assert message in re.sub(r"[\s│]+", " ", shown.err)
     assert "Traceback" not in shown.err
     assert not list(Path().glob("runs/*"))
+
+
+def test_prompt_longer_than_the_context_is_no_reward_of_0(capsys, monkeypatch):
+    monkeypatch.setattr("gymllm_trainers.evaluate.max", lambda *_: 8, raising=False)
+    assert cli.evaluate(["--model", "scripted", "--episodes", "2", "--out", "out"]) == 1
+    assert "Raise --context-length" in capsys.readouterr().err
+
+
+def test_full_disk_still_shows_what_an_evaluation_came_to(capsys, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("gymllm_trainers.evaluate.write_html", full)
+    monkeypatch.setattr("gymllm_trainers.evaluate.write_atomically", full)
+    assert cli.evaluate(["--model", "scripted", "--episodes", "2", "--out", "out"]) == 1
+    shown = capsys.readouterr()
+    assert "2 episodes" in shown.out
+    assert "No space left on device. Free some space" in shown.err
+    assert len(list(read_jsonl(Path("out/transcripts.jsonl")))) == 2
 
 
 def test_run_without_a_model_says_how_to_get_one(capsys):

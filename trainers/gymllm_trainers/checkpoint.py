@@ -212,7 +212,7 @@ def _quiet() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("absl", "orbax")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)  # what fails is raised too
     try:
         yield
     finally:

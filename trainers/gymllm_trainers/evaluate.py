@@ -194,6 +194,7 @@ def run(evaluation: Evaluation) -> None:
         bar.update(shown, completed=len(ended), description="playing")
 
     facts: dict[str, str] = {}
+    unwritten: OSError | None = None
     try:
         with bar:
             result = anyio.run(play, evaluation, take)
@@ -202,19 +203,36 @@ def run(evaluation: Evaluation) -> None:
         lines.close()
         if ended:
             title = f"{evaluation.model} on {evaluation.env.id}"
-            write_html(evaluation.out / "transcripts.html", ended, title=title, facts=facts)
+            try:
+                write_html(evaluation.out / "transcripts.html", ended, title=title, facts=facts)
+            except OSError as error:  # the numbers are still worth showing
+                (evaluation.out / "transcripts.html").unlink(missing_ok=True)
+                unwritten = error
         else:  # a mistake, seen before anything was played, leaves nothing behind
             transcripts.unlink(missing_ok=True)
             with suppress(OSError):
                 evaluation.out.rmdir()
     summary = json.dumps(summarize(evaluation, result), indent=2)
-    write_atomically(evaluation.out / "summary.json", summary.encode())
+    try:
+        write_atomically(evaluation.out / "summary.json", summary.encode())
+    except OSError as error:
+        unwritten = error
     console = Console(highlight=False)
     console.print(result_table(evaluation, result, time.monotonic() - started))
+    if unwritten is not None:
+        raise RunError(
+            f"the transcripts can't be written whole to {evaluation.out}: {unwritten.strerror}. "
+            "Free some space and evaluate again, or choose another folder with --out."
+        )
     console.print(f"Transcripts to read: {evaluation.out / 'transcripts.html'}", soft_wrap=True)
     console.print(f"... as JSON lines:   {evaluation.out / 'transcripts.jsonl'}", soft_wrap=True)
     if not result.scored:
         raise RunError(f"every episode failed, the first with {result.trajectories[0].reason}")
+    if all(not t.turns and t.reason == "context_length" for t in result.trajectories):
+        raise RunError(
+            "no episode had a first turn: its prompt leaves no room in a context of "
+            f"{evaluation.engine.context_length} tokens. Raise --context-length."
+        )
 
 
 async def play(

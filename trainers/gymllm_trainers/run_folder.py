@@ -19,6 +19,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from gymllm.errors import ClosedError, ConfigError, RunError, UnknownNameError
@@ -73,6 +74,10 @@ class RunFolder:
                 f"give this one another --name."
             ) from None
         except OSError as error:
+            with suppress(OSError):  # half a folder would only keep the name from the next try
+                folder.trajectories.rmdir()
+            with suppress(OSError):
+                folder.path.rmdir()
             raise RunError(
                 f"can't make the run's folder {folder.path}: {error.strerror}. "
                 f"Choose another with --runs-dir."
