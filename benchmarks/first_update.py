@@ -31,24 +31,10 @@ from gymllm_trainers.memory import keep_freed_memory
 from gymllm_trainers.models import Decoder, DecoderConfig
 
 TURNS = 4
-WORDS = [
-    "ice",
-    "hole",
-    "goal",
-    "left",
-    "right",
-    "up",
-    "down",
-    "row",
-    "column",
-    "north",
-    "south",
-    "east",
-    "west",
-    "fish",
-    "boat",
-    "lamp",
-]
+WORDS = (
+    *("ice", "hole", "goal", "left", "right", "up", "down", "row", "column"),
+    *("north", "south", "east", "west", "fish", "boat", "lamp"),
+)
 
 
 class FourTurns(gymllm.Env):
