@@ -45,7 +45,7 @@ class FrozenLake(TextAdapter):
     """Gymnasium's FrozenLake-v1 through the text adapter.
 
     The map is a function of the reset's seed alone; a reset without a seed draws the next map from the
-    generator. Reward 1 at the goal, else 0.
+    generator. Reward 1 at the goal, -0.1 for an answer that can't be read, else 0.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FrozenLake(TextAdapter):
         is_slippery: bool = False,
         frozen_probability: float = 0.8,
         max_turns: int | None = None,
-        invalid_reward: float = 0.0,
+        invalid_reward: float = -0.1,
         render_mode: str | None = None,
     ) -> None:
         """Makes the lake.
@@ -65,9 +65,10 @@ class FrozenLake(TextAdapter):
             is_slippery: Whether a move may go sideways, each side with probability 1/3.
             frozen_probability: Share of cells that are ice before maps without a path are thrown away,
                 0.5 to 1; at least 0.6 where `size` > 8, because paths through less are too rare.
-            max_turns: Turns after which the episode is truncated; None is two more than twice `size`,
-                and ten times that on slippery ice.
-            invalid_reward: Reward of a turn whose action could not be read.
+            max_turns: Turns after which the episode is truncated; None is three times `size`, enough to
+                come back from a dead end, and ten times that on slippery ice.
+            invalid_reward: Reward of a turn whose action could not be read; below 0, because a policy that
+                pays nothing for it learns to waste turns.
             render_mode: None or "ansi".
 
         Raises:
@@ -80,9 +81,7 @@ class FrozenLake(TextAdapter):
             action_names=ACTIONS,
             instructions=INSTRUCTIONS,
             invalid_reward=invalid_reward,
-            max_turns=(2 * size + 2) * (10 if is_slippery else 1)
-            if max_turns is None
-            else max_turns,
+            max_turns=3 * size * (10 if is_slippery else 1) if max_turns is None else max_turns,
             render_mode=render_mode,
         )
 

@@ -28,12 +28,6 @@ def test_import_registers_and_brings_nothing_heavy() -> None:
     assert output.split("\n")[:2] == ["True", "[]"]
 
 
-def test_import_costs_little() -> None:
-    # CPU time, not wall time, so that a busy machine does not matter much; the best of three.
-    code = "import time; import gymllm; print(time.process_time())"
-    assert min(float(run(code)) for _ in range(3)) < 0.5, "the aim is 0.3 s of wall time"
-
-
 def test_either_package_can_be_imported_first() -> None:
     made = "print(gymnasium.make('gymllm/FrozenLake-v0').reset(seed=0)[0])"
     shown = [run(f"import {first}, gymnasium; {made}") for first in ("gymllm", "gymllm_envs")]

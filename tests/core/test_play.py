@@ -29,7 +29,7 @@ def test_shows_observations_verbatim(
             ended = terminated or truncated
     output = capsys.readouterr()
     assert output.out == "\n".join(seen) + "\n"
-    assert "[turn 1: reward 0]" in output.err
+    assert "[turn 1: reward -0.1]" in output.err
     assert (
         output.err.rstrip()
         .split("\n")[-1]

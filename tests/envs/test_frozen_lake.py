@@ -150,7 +150,7 @@ def test_settings_out_of_range_are_refused(setting: dict[str, float], message: s
         FrozenLake(**setting)  # type: ignore[arg-type]  # what is tested
 
 
-@pytest.mark.parametrize(("slippery", "turns"), [(False, 8), (True, 80)])
+@pytest.mark.parametrize(("slippery", "turns"), [(False, 9), (True, 90)])
 def test_default_max_turns_follows_the_size(slippery: bool, turns: int) -> None:
     env = FrozenLake(size=3, is_slippery=slippery)
     env.reset(seed=0)

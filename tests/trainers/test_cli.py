@@ -137,9 +137,9 @@ def test_mistake_in_an_evaluation_ends_with_code_2_and_leaves_nothing(capsys, ar
     assert not list(Path().glob("runs/*"))
 
 
-def test_prompt_longer_than_the_context_is_no_reward_of_0(capsys, monkeypatch):
-    monkeypatch.setattr("gymllm_trainers.evaluate.max", lambda *_: 8, raising=False)
-    assert cli.evaluate(["--model", "scripted", "--episodes", "2", "--out", "out"]) == 1
+def test_prompt_longer_than_the_context_is_no_reward_of_0(capsys):
+    arguments = ["--model", "scripted", "--episodes", "2", "--out", "out"]
+    assert cli.evaluate([*arguments, "--context-length", "8"]) == 1
     assert "Raise --context-length" in capsys.readouterr().err
 
 

@@ -165,8 +165,9 @@ def test_any_layout_gives_the_same_gradient_and_parameters(
     assert list(results) == ["padded", "packed", "streamed", "streamed backwards"]
     for gradients, values in results.values():
         assert_same(expected[0], gradients)
-        # Adam divides by the gradient's size, so the rounding of the smallest ones is seen here.
-        assert_same(expected[1], values, 1e-5)
+        # Adam divides by the gradient's size: rounding of the smallest, 1e-7 of the largest, is a
+        # relative error of their own step, and a step here is a thousandth of a parameter.
+        assert_same(expected[1], values, 1e-4)
 
 
 def test_gradient_is_that_of_the_formula(make_decoder: MakeDecoder, learner: Learner) -> None:

@@ -115,8 +115,15 @@ def test_nothing_to_draw_draws_nothing(tmp_path):
 
 
 def test_smoothing_keeps_the_first_value_and_skips_nan():
-    smoothed = report._smooth([1.0, math.nan, 1.0])
+    smoothed = report._smooth([report._Point(value, 1.0) for value in (1.0, math.nan, 1.0)])
     assert smoothed == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_a_step_of_many_groups_counts_for_more():
+    records = [{"r": 1.0, "groups/count": 3.0}, {"r": 0.0, "groups/count": 1.0}, {"other": 5.0}]
+    curve = report._curve(records, "r")
+    assert report._mean(curve) == 0.75
+    assert report._smooth(curve, weight=0.5)[1] == pytest.approx((0.5 * 3) / (0.5 * 3 + 1))
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class TrainConfig:
     """The run's name and folder; empty makes one from the environment and the time."""
     seed: int = 0
     """Decides tasks, sampling and initial weights."""
-    steps: int = 38
+    steps: int = 50
     """Optimizer steps, those before a resume included."""
     runs_dir: Path = Path("runs")
     """Where the folders of runs are."""

@@ -41,6 +41,8 @@ from gymllm_trainers.run_folder import LineFile, RunFolder, write_atomically
 from gymllm_trainers.train import TINY, policy_decoder, warm_start_folder
 
 SCRIPTED = "scripted"
+SCRIPTED_CONTEXT = 65_536
+"""Tokens that a scripted player reads at most: its text is bytes, and costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +144,9 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
     if settings.max_turns:
         limits = dataclasses.replace(limits, max_turns=settings.max_turns)
     concurrency = settings.concurrency or min(base.engine.slots, settings.episodes)
-    context_length = settings.context_length or base.engine.context_length
+    context_length = settings.context_length or (
+        SCRIPTED_CONTEXT if settings.model == SCRIPTED else base.engine.context_length
+    )
     return Evaluation(
         model=settings.model,
         env=env,
@@ -284,7 +288,7 @@ def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokeniz
         engine = ScriptedEngine(
             lambda prompt, rng: player(prompt, rng, evaluation.skill),
             tokenizer,
-            context_length=max(evaluation.engine.context_length, 65_536),
+            context_length=evaluation.engine.context_length,
         )
         return engine, tokenizer
     if evaluation.run is not None:

@@ -21,6 +21,7 @@ from jax import Array
 from gymllm.errors import ConfigError
 from gymllm.trajectory import Group, Trajectory
 from gymllm_trainers.advantage import AdvantageName, advantages
+from gymllm_trainers.compilation import compile_ahead
 from gymllm_trainers.loss import (
     CorrectionName,
     LossName,
@@ -174,13 +175,13 @@ class Learner:
         """Compiles everything that a run calls, so that no step is slower for it."""
         empty = pack_rows([[] for _ in range(self.config.rows)], length=self._row_tokens)
         state = self.state
-        self._accumulate = _compiled(
+        self._accumulate = compile_ahead(
             self._accumulate, state.trainable, self._frozen, self._gradient, empty
         )
-        self._step = _compiled(
+        self._step = compile_ahead(
             self._step, state.trainable, state.optimizer, self._gradient, np.float32(1)
         )
-        self._merge = _compiled(self._merge, state.trainable, self._frozen)
+        self._merge = compile_ahead(self._merge, state.trainable, self._frozen)
 
     # ------------------------------------------------------------------ what the run calls
 
@@ -390,11 +391,6 @@ class Learner:
 
     def _merged(self, trainable: Tree, frozen: Tree) -> Tree:
         return nnx.state(merge_adapters(nnx.merge(self._graph, trainable, frozen)))
-
-
-def _compiled(program: Program, *arguments: Tree) -> Program:
-    """Compiles a jitted function for these arguments' shapes, and for no others."""
-    return cast("jax.stages.Wrapped", program).lower(*arguments).compile()
 
 
 @dataclass

@@ -21,7 +21,8 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
         return
-    mallopt(_ARENA_MAX, 1)
+    # A few, not one: threads that compile at once would wait for each other's every allocation.
+    mallopt(_ARENA_MAX, 4)
     mallopt(_MMAP_MAX, 0)
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(_TOP_PAD, 64 * 2**20)

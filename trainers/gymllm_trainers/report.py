@@ -125,15 +125,14 @@ def _report(
     notes: Sequence[str],
 ) -> Group:
     records = read_metrics(folder.metrics) if folder.metrics.exists() else []
-    curve = [record[reward_metric] for record in records if reward_metric in record]
+    curve = _curve(records, reward_metric)
     lines = [Text(f"\n{headline or 'Finished'} in {format_seconds(elapsed_s)}", "bold green")]
     lines[0].append(f", {len(records)} steps on record", "default not bold")
     if curve:
         few = max(1, min(5, len(curve) // 4))
-        start, end = sum(curve[:few]) / few, sum(curve[-few:]) / few
         lines.append(
-            Text(f"reward {start:.3f} → {end:.3f}")
-            + Text(f"  (mean of the first and the last {few} steps)", "dim")
+            Text(f"reward {_mean(curve[:few]):.3f} → {_mean(curve[-few:]):.3f}")
+            + Text(f"  (mean over the episodes of the first and the last {few} steps)", "dim")
         )
     lines += [Text(note) for note in notes]
     # Paths are never folded: they are there to be copied.
@@ -182,12 +181,13 @@ def plot_rewards(
     if not records:
         return False
     steps = [record["step"] for record in records]
-    rewards = [record[reward_metric] for record in records]
+    curve = _curve(records, reward_metric)
+    rewards = [point.reward for point in curve]
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(steps, rewards, color="#2a78d6", alpha=0.35, linewidth=1, label="each step")
-    axes.plot(steps, _smooth(rewards), color="#2a78d6", linewidth=2, label="smoothed")
+    axes.plot(steps, _smooth(curve), color="#2a78d6", linewidth=2, label="smoothed")
     axes.set(xlabel="step", ylabel=reward_metric, title=title)
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)
@@ -196,15 +196,37 @@ def plot_rewards(
     return True
 
 
-def _smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
+@dataclass(frozen=True)
+class _Point:
+    """A step of the reward curve."""
+
+    reward: float
+    groups: float
+    """Groups that the reward is a mean over. A step ends when enough groups had any variance, so one
+    that meets many solved groups has more of them: steps that counted alike would say too little."""
+
+
+def _curve(records: Sequence[Mapping[str, float]], reward_metric: str) -> list[_Point]:
+    return [
+        _Point(record[reward_metric], record.get("groups/count", 1.0))
+        for record in records
+        if reward_metric in record
+    ]
+
+
+def _mean(curve: Sequence[_Point]) -> float:
+    return sum(point.reward * point.groups for point in curve) / sum(p.groups for p in curve)
+
+
+def _smooth(curve: Sequence[_Point], weight: float = 0.7) -> list[float]:
     """Exponential moving average without the pull towards the first value; NaN is skipped."""
     smoothed: list[float] = []
     total = count = 0.0
-    for value in values:
-        if value == value:
-            total = weight * total + (1 - weight) * value
-            count = weight * count + (1 - weight)
-        smoothed.append(total / count if count else value)
+    for point in curve:
+        if point.reward == point.reward:
+            total = weight * total + (1 - weight) * point.groups * point.reward
+            count = weight * count + (1 - weight) * point.groups
+        smoothed.append(total / count if count else point.reward)
     return smoothed
 
 

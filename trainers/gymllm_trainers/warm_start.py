@@ -46,9 +46,9 @@ class WarmStartConfig:
     """Without it the tiny model starts from random weights."""
     cache: bool = True
     """Whether a warm start is kept in, and taken from, the user's cache folder."""
-    episodes: int = 500
+    episodes: int = 750
     """Scripted episodes that are imitated, each once."""
-    skill: float = 0.4
+    skill: float = 0.3
     """Probability of an optimal move; the other moves wander. The reward that reinforcement learning
     starts from follows from it."""
     learning_rate: float = 1e-3

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from flax import nnx
 from jax import Array
 
+from gymllm_trainers.compilation import compile_ahead
 from gymllm_trainers.engine.config import EngineConfig
 from gymllm_trainers.models.config import DecoderConfig
 from gymllm_trainers.models.decoder import Decoder, KVCache, init_cache
@@ -125,11 +126,11 @@ class Programs:
             log(f"engine step {rows} x {chunk}")
             inputs = empty_inputs(rows, chunk, slots=self._config.slots)
             step = jax.jit(self._step, donate_argnums=(1,))
-            self._steps[rows, chunk] = step.lower(self._state, self._cache, inputs).compile()
+            self._steps[rows, chunk] = compile_ahead(step, self._state, self._cache, inputs)
         log("engine copy")
         copy = jax.jit(self._copy_slot, donate_argnums=(0,))
         number = jax.ShapeDtypeStruct((), np.int32)
-        self._copy = copy.lower(self._cache, number, number).compile()
+        self._copy = compile_ahead(copy, self._cache, number, number)
 
     def new_cache(self) -> KVCache:
         """An empty cache."""

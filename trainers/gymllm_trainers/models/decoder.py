@@ -21,6 +21,10 @@ LinearName = Literal["query", "key", "value", "output", "gate", "up", "down"]
 LINEARS: tuple[LinearName, ...] = ("query", "key", "value", "output", "gate", "up", "down")
 
 
+_HIDDEN = -1e30
+"""Added to the score of a key that a query must not see; finite, so that no row is all infinities."""
+
+
 class LoRAParam(nnx.Param[Array]):
     """A low-rank adapter's parameter: what is trained when the base is frozen."""
 
@@ -245,11 +249,14 @@ class Decoder(nnx.Module):
         return stacked
 
     def _linear(self, x: Array, weights: dict[str, Array], name: LinearName) -> Array:
-        out = x @ weights[name].astype(x.dtype)
+        # Two axes, not three: XLA's gradient of a kernel that is contracted over two axes transposes its
+        # operands first, which halves a CPU's rate.
+        flat = x.reshape(-1, x.shape[-1])
+        out = flat @ weights[name].astype(x.dtype)
         if self.adapters is not None and name in self.adapters.linears:
             down, up = weights[f"{name}_a"].astype(x.dtype), weights[f"{name}_b"].astype(x.dtype)
-            out += self.adapters.scale * ((x @ down) @ up)
-        return out
+            out += self.adapters.scale * ((flat @ down) @ up)
+        return out.reshape(*x.shape[:-1], -1)
 
     def _project(
         self, x: Array, weights: dict[str, Array], rope: tuple[Array, Array]
@@ -277,7 +284,7 @@ class Decoder(nnx.Module):
 
 
 def packed_attention(
-    query_BTNH: Array, key_BKTH: Array, value_BKTH: Array, segments_BT: Array, *, block: int = 256
+    query_BTNH: Array, key_BKTH: Array, value_BKTH: Array, segments_BT: Array, *, block: int = 192
 ) -> Array:
     """Causal attention inside each segment of packed rows; returns [B, T, N * H].
 
@@ -306,11 +313,14 @@ def attention(query_BTNH: Array, key_BKMH: Array, value_BKMH: Array, visible_BTM
     )
     query = query.reshape(batch, groups, -1, size) * size**-0.5
     scores = jnp.einsum("bkqh,bkmh->bkqm", query, key_BKMH, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, groups, heads // groups, tokens, -1)
-    scores = jnp.where(visible_BTM[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    shares = jax.nn.softmax(scores, axis=-1).astype(value_BKMH.dtype)
+    # Added, not selected: the gradient passes through as it is.
+    hidden_BTM = jnp.where(visible_BTM, 0.0, _HIDDEN)
+    scores = scores.reshape(batch, groups, heads // groups, tokens, -1) + hidden_BTM[:, None, None]
+    shares = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     shares = shares.reshape(batch, groups, (heads // groups) * tokens, -1)
-    mixed = jnp.einsum("bkqm,bkmh->bkqh", shares, value_BKMH)
+    # Divided after the product with the values: H numbers a query instead of M.
+    mixed = jnp.einsum("bkqm,bkmh->bkqh", shares.astype(value_BKMH.dtype), value_BKMH)
+    mixed = mixed / jnp.sum(shares, axis=-1, keepdims=True)
     mixed = mixed.reshape(batch, groups, heads // groups, tokens, size).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, tokens, heads * size).astype(query_BTNH.dtype)
 
