@@ -102,6 +102,18 @@ def test_mistake_in_a_flag_ends_with_code_2_and_says_what_would_do(capsys, argum
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--group-sise", "Did you mean --rollout.group-size?"),
+        ("--learning_rate=1", "--learner.learning-rate or --warm-start.learning-rate"),
+    ],
+)
+def test_flag_without_its_section_is_answered_with_the_whole_one(flag, meant):
+    with pytest.raises(ConfigError, match=re.escape(meant)):
+        load_config([flag, "4"])
+
+
 def test_help_shows_every_setting(capsys):
     with pytest.raises(SystemExit) as raised:
         load_config(["--help"])

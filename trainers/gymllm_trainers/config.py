@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -132,7 +133,7 @@ class TrainConfig:
     """The run's name and folder; empty makes one from the environment and the time."""
     seed: int = 0
     """Decides tasks, sampling and initial weights."""
-    steps: int = 50
+    steps: int = 40
     """Optimizer steps, those before a resume included."""
     runs_dir: Path = Path("runs")
     """Where the folders of runs are."""
@@ -215,6 +216,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
             raise ConfigError(f"{files.config} sets resume: give --resume on the command line.")
     arguments, kwargs = _take_env_kwargs(argv)
     base = merge(base, {"env": {"kwargs": {**base.env.kwargs, **kwargs}}})
+    _check_sections(arguments, base)
     config = tyro.cli(
         _CommandLine,
         args=arguments,
@@ -272,6 +274,24 @@ def _take_env_kwargs(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]
         key = flag.removeprefix(_KWARGS_FLAG).replace("-", "_")
         kwargs[key] = parse_scalar(value)
     return rest, kwargs
+
+
+def _check_sections(argv: Sequence[str], config: TrainConfig) -> None:
+    """Answers a flag that lacks its section; every other mistake is left to tyro, which says more."""
+    known = {path.replace("_", "-") for path in flatten(config)}
+    top = {path.partition(".")[0] for path in known} | {"config", "help"}
+    by_setting: dict[str, list[str]] = {}
+    for path in sorted(path for path in known if "." in path):
+        by_setting.setdefault(path.rpartition(".")[2], []).append(f"--{path}")
+    for word in argv:
+        flag = word.partition("=")[0].replace("_", "-")
+        name = flag.removeprefix("--")
+        if flag == name or "." in name or difflib.get_close_matches(name, top, n=1, cutoff=0.75):
+            continue
+        close = difflib.get_close_matches(name, by_setting, n=2, cutoff=0.75)
+        if close:
+            meant = " or ".join(path for setting in close for path in by_setting[setting])
+            raise ConfigError(f"Unknown flag {flag}. Did you mean {meant}?")
 
 
 def _check_resumable(saved: TrainConfig, config: TrainConfig) -> None:

@@ -51,7 +51,7 @@ class WarmStartConfig:
     skill: float = 0.3
     """Probability of an optimal move; the other moves wander. The reward that reinforcement learning
     starts from follows from it."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 7e-4
     """Peak learning rate; it falls linearly to a tenth."""
     rows: int = 1
     """Rows of a micro-batch."""
