@@ -214,7 +214,8 @@ def test_every_step_is_on_record_once_and_finite(whole: Moment) -> None:
     assert whole.checkpoint == len(steps) == read_yaml(whole.run / "config.yaml")["steps"]
     for record in whole.metrics:
         assert all(math.isfinite(value) for value in record.values())
-        assert 0 <= record["reward/mean"] <= 1
+        # From six turns that can't be read, a tenth each, to the goal at once.
+        assert -0.6 - 1e-9 <= record["reward/mean"] <= 1
 
 
 def test_the_merged_configuration_is_saved(finished: Moment) -> None:
