@@ -84,8 +84,11 @@ async def measure(steps: int) -> tuple[list[float], int, dict[str, float]]:
         temperature=1.0,
         max_lag=config.max_lag,
     )
+    # Prompts of 60 tokens, 30 of them new each turn: one chunk size serves them all.
     engine = JaxEngine(
-        learner.policy(), EngineConfig(slots=32, context_length=448), timeline=timeline
+        learner.policy(),
+        EngineConfig(slots=32, context_length=448, prefill_chunks=(32,)),
+        timeline=timeline,
     )
     await anyio.to_thread.run_sync(learner.compile)
     rollout = Rollout(

@@ -34,7 +34,7 @@ from gymllm_trainers.learner import Learner, LearnerConfig
 from gymllm_trainers.models import decoder_params, random_decoder, save_model, tiny_config
 from gymllm_trainers.packing import TrainingSequence
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same settings would give another model, so that old caches are left alone."""
 
 
