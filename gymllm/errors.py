@@ -47,7 +47,7 @@ class UnknownNameError(ConfigError):
             known: Every name that would have worked.
             hint: A last sentence: what to do next.
         """
-        self.kind, self.name, self.known = kind, name, sorted(known)
+        self.kind, self.name, self.known, self.hint = kind, name, sorted(known), hint
         close = difflib.get_close_matches(name, self.known, n=3, cutoff=0.5)
         if close:
             tail = f" Did you mean {' or '.join(close)}?"

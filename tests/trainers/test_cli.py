@@ -137,6 +137,16 @@ def test_mistake_in_an_evaluation_ends_with_code_2_and_leaves_nothing(capsys, ar
     assert not list(Path().glob("runs/*"))
 
 
+def test_model_that_cannot_be_loaded_leaves_no_run_behind(capsys):
+    Path("empty").mkdir()
+    for model, said in (("tinny", "Did you mean tiny?"), ("./empty", "empty")):
+        assert cli.train(["--model.name", model, "--metrics.wandb", "off"]) == 2
+        shown = capsys.readouterr()
+        assert said in shown.err
+        assert "Everything is in" not in shown.out
+    assert not list(Path().glob("runs/*"))
+
+
 def test_prompt_longer_than_the_context_is_no_reward_of_0(capsys):
     arguments = ["--model", "scripted", "--episodes", "2", "--out", "out"]
     assert cli.evaluate([*arguments, "--context-length", "8"]) == 1

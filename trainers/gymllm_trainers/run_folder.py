@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -101,6 +102,17 @@ class RunFolder:
     def write_config(self, config_yaml: str) -> None:
         """Writes the merged configuration, whole or not at all."""
         write_atomically(self.config, config_yaml.encode())
+
+    def is_bare(self) -> bool:
+        """Whether nothing was collected: no metrics, no trajectory, no checkpoint."""
+        held = [self.metrics] if self.metrics.is_file() and self.metrics.stat().st_size else []
+        for part in (self.trajectories, self.checkpoints):
+            held += [path for path in part.rglob("*") if path.is_file() and path.stat().st_size]
+        return not held
+
+    def remove(self) -> None:
+        """Removes the folder, as far as the file system lets it."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def trajectories_file(self, step: int) -> Path:
         """Where the trajectories of a step are kept."""

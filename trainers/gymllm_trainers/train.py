@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gymllm.agent import AgentFactory
-from gymllm.errors import RunError
+from gymllm.errors import RunError, UnknownNameError
 from gymllm.pool import EnvPool
 from gymllm.rollout import AdmissionGate, Rollout
 from gymllm.task import SeededTasks
@@ -84,13 +84,17 @@ def run(config: TrainConfig) -> None:
         raise
     finally:
         files.close(draw=headline == "Finished")
-        print_report(
-            folder=folder,
-            timeline=timeline,
-            elapsed_s=time.monotonic() - started,
-            headline=headline,
-            notes=files.notes,
-        )
+        if headline == "Stopped by an error" and config.resume is None and folder.is_bare():
+            # A model that can't be loaded, say: nothing was played, so there is nothing to go on with.
+            folder.remove()
+        else:
+            print_report(
+                folder=folder,
+                timeline=timeline,
+                elapsed_s=time.monotonic() - started,
+                headline=headline,
+                notes=files.notes,
+            )
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,11 @@ async def _model(
     dtype = config.model.dtype
     if config.model.name != TINY:
         progress(f"loading {config.model.name}")
-        return await _in_thread(lambda: load_model(config.model.name, dtype=dtype))
+        try:
+            return await _in_thread(lambda: load_model(config.model.name, dtype=dtype))
+        except UnknownNameError as error:
+            known = [*error.known, TINY]
+            raise UnknownNameError(error.kind, error.name, known, error.hint) from None
     settings = config.warm_start
     player = scripted_player(config.env.id)  # an unknown one is an error before any work is done
     if not settings.enabled:
