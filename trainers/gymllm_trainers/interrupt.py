@@ -82,11 +82,9 @@ def _watch(read_end: socket.socket, grace_s: float, exit_now: Callable[[str], No
     read_end.settimeout(grace_s)
     try:
         if _wait_for_signal(read_end):
-            exit_now("interrupted again: leaving at once, with what the last checkpoint holds")
+            exit_now("interrupted again: leaving at once; what was not saved yet is lost")
     except TimeoutError:
-        exit_now(
-            f"could not close within {grace_s:.0f} s: leaving, with what the last checkpoint holds"
-        )
+        exit_now(f"could not close within {grace_s:.0f} s: leaving; what was not saved yet is lost")
 
 
 def _wait_for_signal(read_end: socket.socket) -> bool:
