@@ -80,7 +80,7 @@ async def measure(steps: int) -> tuple[list[float], int, dict[str, float]]:
     learner = Learner(
         decoder,
         LearnerConfig(groups_per_step=2, zero_variance="keep"),
-        row_tokens=768,
+        row_tokens=704,
         temperature=1.0,
         max_lag=config.max_lag,
     )

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from gymllm_trainers.models import Decoder, DecoderConfig
-from gymllm_trainers.models.decoder import LoRAParam, init_cache, merge_adapters
+from gymllm_trainers.models.decoder import LoRAParam, attention_windows, init_cache, merge_adapters
 
 LENGTH = 24
 hidden = nnx.jit(Decoder.hidden)
@@ -25,10 +25,11 @@ def decoder(make_decoder: Callable[..., Decoder]) -> Decoder:
 
 def alone(decoder: Decoder, ids: np.ndarray) -> np.ndarray:
     """Hidden states of one sequence in a row of its own, padded behind."""
-    row = np.zeros((1, LENGTH), np.int32)
+    length = max(LENGTH, len(ids))
+    row = np.zeros((1, length), np.int32)
     row[0, : len(ids)] = ids
-    segments = (np.arange(LENGTH) < len(ids)).astype(np.int32)[None]
-    return np.asarray(hidden(decoder, row, np.arange(LENGTH)[None], segments))[0, : len(ids)]
+    segments = (np.arange(length) < len(ids)).astype(np.int32)[None]
+    return np.asarray(hidden(decoder, row, np.arange(length)[None], segments))[0, : len(ids)]
 
 
 def test_packed_sequences_do_not_see_each_other(decoder: Decoder) -> None:
@@ -66,16 +67,21 @@ def test_a_token_sees_what_is_before_it_only(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_chunks_into_any_slots_agree_with_the_whole(decoder: Decoder, seed: int) -> None:
-    """Two conversations in slots that held others, chunk by chunk, one row not in use."""
+    """Two conversations in slots that held others, chunk by chunk, one row not in use.
+
+    They grow through every window of the cache that attention is compiled for.
+    """
+    length, longest = 90, 88
+    assert len(attention_windows(length)) == 3
     rng = np.random.default_rng(seed)
-    ids = rng.integers(64, size=(2, 20)).astype(np.int32)
+    ids = rng.integers(64, size=(2, longest)).astype(np.int32)
     expected = [alone(decoder, row) for row in ids]
-    cache = init_cache(decoder.config, slots=4, length=LENGTH, dtype=jnp.float32)
+    cache = init_cache(decoder.config, slots=4, length=length, dtype=jnp.float32)
     cache = jax.tree.map(lambda part: part + 3.0, cache)  # what others left behind
     held, slots = np.zeros(2, int), np.array([3, 1, 4])
-    while (held < 20).any():
-        count = np.minimum(rng.integers(1, 6, size=2), 20 - held)
-        chunk = np.full((3, 5), 9, np.int32)
+    while (held < longest).any():
+        count = np.minimum(rng.integers(1, 14, size=2), longest - held)
+        chunk = np.full((3, 13), 9, np.int32)
         for row in range(2):
             chunk[row, : count[row]] = ids[row, held[row] : held[row] + count[row]]
         rows = np.where(np.append(count, 0) > 0, slots, 4)

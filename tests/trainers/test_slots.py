@@ -11,7 +11,7 @@ import pytest
 from gymllm.engine import FinishReason, SamplingParams
 from gymllm.errors import ConfigError
 from gymllm_trainers.engine.config import EngineConfig
-from gymllm_trainers.engine.slots import Request, SlotScheduler, Step
+from gymllm_trainers.engine.slots import PATIENCE, Request, SlotScheduler, Step
 
 CONFIG = EngineConfig(
     slots=4,
@@ -293,6 +293,31 @@ def test_prefill_and_decode_take_turns() -> None:
         chunks.append(device.steps[-1].chunk)
     assert chunks[0] > 1
     assert all((left == 1) != (right == 1) for left, right in pairwise(chunks))
+
+
+def test_lone_prompts_share_a_step_or_wait_for_it() -> None:
+    device = Device()
+    device.slots.add(request([1], new=40))
+    device.step()
+    device.slots.add(request(range(3), new=1))  # 3 of a step's 8 tokens
+    device.step()
+    assert device.steps[-1].chunk == 4, "the first prompt for long is not kept waiting"
+    device.slots.add(request(range(10, 13), new=1))
+    chunks: list[int] = []
+    while not chunks or chunks[-1] == 1:
+        device.step()
+        chunks.append(device.steps[-1].chunk)
+    assert chunks == [1] * PATIENCE + [4]
+
+
+def test_prompts_that_fill_half_a_step_do_not_wait() -> None:
+    device = Device()
+    device.slots.add(request([1], new=40))
+    device.step()
+    for start in (10, 20):
+        device.slots.add(request(range(start, start + 3), new=1))
+    device.step()
+    assert device.steps[-1].chunk == 4
 
 
 def test_nothing_to_do_is_no_step() -> None:

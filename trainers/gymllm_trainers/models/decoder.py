@@ -7,6 +7,7 @@ stacked on a leading L axis and scanned, so a program's size does not grow with 
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -195,7 +196,22 @@ class Decoder(nnx.Module):
         # A write past the end is dropped: that is where padding goes.
         write_RC = jnp.where(offsets_C < count_R[:, None], positions_RC, length)
         rope = _rope(positions_RC, config)
-        visible_RCM = jnp.arange(length) <= positions_RC[:, :, None]
+        windows = attention_windows(length)
+        held = jnp.max(start_R + count_R)
+        window = jnp.searchsorted(jnp.array(windows), held)
+
+        def attend(window: int, query: Array, cache: KVCache, index: Array) -> Array:
+            """Attention to the first `window` tokens of each row's slot."""
+            key, value = (
+                jax.lax.dynamic_index_in_dim(part, index, keepdims=False)[:, :, :window]
+                .at[slots_R]
+                .get(mode="clip")
+                for part in cache
+            )
+            visible_RCM = jnp.arange(window) <= positions_RC[:, :, None]
+            return attention(query, key, value, visible_RCM)
+
+        branches = [functools.partial(attend, window) for window in windows]
 
         def layer(
             carry: tuple[Array, KVCache], inputs: tuple[Array, dict[str, Array]]
@@ -208,13 +224,8 @@ class Decoder(nnx.Module):
                 cache.key.at[where].set(key.astype(cache.key.dtype), mode="drop"),
                 cache.value.at[where].set(value.astype(cache.value.dtype), mode="drop"),
             )
-            held = [
-                jax.lax.dynamic_index_in_dim(part, index, keepdims=False)
-                .at[slots_R]
-                .get(mode="clip")
-                for part in cache
-            ]
-            mixed = attention(query, held[0], held[1], visible_RCM)
+            # What no row has reached is not looked at.
+            mixed = jax.lax.switch(window, branches, query, cache, index)
             return (self._finish(x_RCD, mixed, weights), cache), None
 
         count = jnp.arange(config.num_hidden_layers)
@@ -323,6 +334,12 @@ def attention(query_BTNH: Array, key_BKMH: Array, value_BKMH: Array, visible_BTM
     mixed = mixed / jnp.sum(shares, axis=-1, keepdims=True)
     mixed = mixed.reshape(batch, groups, heads // groups, tokens, size).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, tokens, heads * size).astype(query_BTNH.dtype)
+
+
+def attention_windows(length: int) -> tuple[int, ...]:
+    """Up to four lengths that a cache's attention is compiled for, the last one its own."""
+    step = max(-(-length // 128) * 32, 32)
+    return (*range(step, length, step), length)
 
 
 def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
