@@ -118,4 +118,7 @@ def _import(module: str, env_id: str) -> None:
 
 
 def _unknown(env_id: str) -> UnknownNameError:
-    return UnknownNameError("environment", env_id.rpartition(":")[2], gymnasium.registry.keys())
+    known = gymnasium.registry.keys()
+    own = ", ".join(sorted(name for name in known if name.startswith("gymllm/")))
+    hint = f"gymllm's own: {own}." if own else ""
+    return UnknownNameError("environment", env_id.rpartition(":")[2], known, hint)

@@ -28,10 +28,17 @@ def saved_run(tmp_path: Path, *arguments: str) -> Path:
     return open_run_folder(config).path
 
 
-def test_no_arguments_give_the_defaults_and_a_name():
-    config = load_config([])
-    assert re.fullmatch(r"frozenlake-\d{4}-\d{6}", config.name)
-    assert dataclasses.replace(config, name="") == TrainConfig()
+def test_no_arguments_give_the_defaults():
+    assert load_config([]) == TrainConfig()
+
+
+def test_runs_without_a_name_get_one_each_even_in_the_same_second(tmp_path):
+    config = load_config(["--runs-dir", str(tmp_path)])
+    paths = [open_run_folder(config).path for _ in range(4)]
+    assert len(set(paths)) == 4
+    for path in paths:
+        assert re.fullmatch(r"frozenlake-\d{4}-\d{6}(-\d)?", path.name)
+        assert merge(TrainConfig(), read_yaml(path / "config.yaml")).name == path.name
 
 
 def test_flags_go_over_the_file_and_the_file_over_the_defaults(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -227,8 +228,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     check_id(config.env.id)  # before a folder is made for a run that can't start
     if saved is not None:
         _check_resumable(saved, config)
-        return config
-    return config if config.name else dataclasses.replace(config, name=default_name(config))
+    return config
 
 
 def open_run_folder(config: TrainConfig) -> RunFolder:
@@ -237,11 +237,26 @@ def open_run_folder(config: TrainConfig) -> RunFolder:
     Raises:
         ConfigError: The name is taken, or there is no run to go on with.
     """
-    if config.resume is None:
+    if config.resume is None and config.name:
         return RunFolder.create(config.runs_dir, config.name, config_yaml(config))
+    if config.resume is None:
+        return _create_unnamed(config)
     folder = RunFolder.open(config.resume)
     folder.write_config(config_yaml(config))
     return folder
+
+
+def _create_unnamed(config: TrainConfig) -> RunFolder:
+    """The folder of a run that has no name; those started in the same second are numbered."""
+    base = default_name(config)
+    for number in itertools.count(1):
+        named = dataclasses.replace(config, name=base if number == 1 else f"{base}-{number}")
+        try:
+            return RunFolder.create(config.runs_dir, named.name, config_yaml(named))
+        except ConfigError:
+            if not (config.runs_dir / named.name).exists():
+                raise
+    raise AssertionError("unreachable")
 
 
 def config_yaml(config: TrainConfig) -> str:

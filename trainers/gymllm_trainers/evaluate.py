@@ -221,6 +221,11 @@ def run(evaluation: Evaluation) -> None:
         write_atomically(evaluation.out / "summary.json", summary.encode())
     except OSError as error:
         unwritten = error
+    if all(not t.turns and t.reason == "context_length" for t in result.trajectories):
+        raise RunError(
+            "no episode had a first turn: its prompt leaves no room in a context of "
+            f"{evaluation.engine.context_length} tokens. Raise --context-length."
+        )
     console = Console(highlight=False)
     console.print(result_table(evaluation, result, time.monotonic() - started))
     if unwritten is not None:
@@ -232,11 +237,6 @@ def run(evaluation: Evaluation) -> None:
     console.print(f"... as JSON lines:   {evaluation.out / 'transcripts.jsonl'}", soft_wrap=True)
     if not result.scored:
         raise RunError(f"every episode failed, the first with {result.trajectories[0].reason}")
-    if all(not t.turns and t.reason == "context_length" for t in result.trajectories):
-        raise RunError(
-            "no episode had a first turn: its prompt leaves no room in a context of "
-            f"{evaluation.engine.context_length} tokens. Raise --context-length."
-        )
 
 
 async def play(
