@@ -104,13 +104,13 @@ class TokenLedger:
                 f"a generation of {n} tokens came with {len(generation.logprobs)} log-probabilities "
                 f"and {len(generation.versions)} versions; all three must be equally long."
             )
-        if not np.all(np.isfinite(generation.logprobs)):
+        if not np.isfinite(generation.logprobs).all():
             raise LedgerError("a generation came with a log-probability that is not finite.")
         if n == 0:
             raise LedgerError("a generation must have at least one token, got none.")
-        if np.any(generation.token_ids < 0):
+        if (generation.token_ids < 0).any():
             raise LedgerError(f"token ids must be >= 0, got {int(generation.token_ids.min())}.")
-        if np.any(generation.versions < 0):
+        if (generation.versions < 0).any():
             raise LedgerError("a generation came with a policy version below 0.")
         self._ids.extend(generation.token_ids.tolist())
         self._mask.extend([1] * n)

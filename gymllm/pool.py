@@ -241,7 +241,7 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
             self._gather(
                 {
                     i: functools.partial(self._slots[i].reset, seed=seeds[i], options=options)
-                    for i in np.flatnonzero(mask).tolist()
+                    for i in mask.nonzero()[0].tolist()
                 }
             )
         )
@@ -272,7 +272,7 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
         state = self._vector_state()
         if state.ended.any() and self.autoreset_mode is not AutoresetMode.NEXT_STEP:
             raise ResetNeeded(
-                f"environments {np.flatnonzero(state.ended).tolist()} have no episode to step; reset "
+                f"environments {state.ended.nonzero()[0].tolist()} have no episode to step; reset "
                 'them, e.g. with options={"reset_mask": terminated | truncated}.'
             )
         answers = self._home.run(

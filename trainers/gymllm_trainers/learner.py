@@ -297,7 +297,7 @@ class Learner:
         if not self._sums:
             return {"gradient_norm": norm, "zero_variance_groups": float(counts.zero_variance)}
         fetched = cast("list[Sums]", jax.device_get(self._sums))
-        total = Sums(*(np.sum(part) for part in zip(*fetched, strict=True)))
+        total = jax.tree.map(lambda *parts: float(np.sum(parts)), *fetched)
         generated = max(counts.generated, 1)
         return {
             "loss": float(total.loss) / count,
