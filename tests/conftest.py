@@ -1,0 +1,6 @@
+"""What every test needs."""
+
+import signal
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that: then no test of it could pass.
+signal.signal(signal.SIGINT, signal.default_int_handler)
