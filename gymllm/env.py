@@ -16,10 +16,13 @@ import gymnasium
 from gymnasium.error import ResetNeeded
 
 from gymllm.bridge import HomeLoop, finish
-from gymllm.errors import ClosedError
-from gymllm.spaces import Unicode
+from gymllm.errors import ClosedError, UnknownNameError
+from gymllm.render import draw, show
+from gymllm.spaces import Image, Unicode, text_of
 
 T = TypeVar("T")
+
+RENDER_MODES = ("ansi", "human", "rgb_array")
 
 
 class Env(gymnasium.Env[str, str], ABC):
@@ -29,7 +32,10 @@ class Env(gymnasium.Env[str, str], ABC):
     one event loop (`HomeLoop`), one call at a time.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # as Gymnasium has it
+    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]  # as Gymnasium has it
+        "render_modes": list(RENDER_MODES),
+        "render_fps": 2,
+    }
     waits: bool = True
     """False promises that the async methods never suspend: the synchronous face then runs them on the
     spot instead of through an event loop, which is some 20 times cheaper."""
@@ -92,6 +98,7 @@ class Env(gymnasium.Env[str, str], ABC):
         self._running = False
         observation, info = self._drive(self.areset(seed=seed, options=options))
         self._running, self._observation = True, observation
+        self._show()
         return observation, info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -111,17 +118,41 @@ class Env(gymnasium.Env[str, str], ABC):
         result = self._drive(self.astep(action))
         observation, _, terminated, truncated, _ = result
         self._running, self._observation = not (terminated or truncated), observation
+        self._show()
         return result
 
-    def render(self) -> str | None:
-        """The last observation when `render_mode` is "ansi", else None."""
-        return self._observation if self.render_mode == "ansi" else None
+    def render(self) -> str | Image | None:
+        """The last observation, as `render_mode` says.
+
+        Returns:
+            "ansi": its text. "rgb_array": the text, and the images of a `Message`, drawn as a frame; see
+            `gymllm.render.draw`. "human": None; its text is printed, as it is after each reset and step.
+            No render mode: None.
+
+        Raises:
+            MissingExtraError: "rgb_array" without Pillow.
+            UnknownNameError: Another render mode.
+        """
+        if self.render_mode is None:
+            return None
+        if self.render_mode not in RENDER_MODES:
+            raise UnknownNameError("render mode", self.render_mode, RENDER_MODES)
+        if self.render_mode == "rgb_array":
+            return draw(self._observation)
+        if self.render_mode == "ansi":
+            return text_of(self._observation)
+        show(self._observation)
+        return None
 
     def close(self) -> None:
         """Runs `aclose`, the first time only."""
         if not self._closed:
             self._closed = True
             self._drive(self.aclose())
+
+    def _show(self) -> None:
+        if self.render_mode == "human":
+            self.render()
 
     @property
     def _name(self) -> str:

@@ -59,6 +59,10 @@ class ChatMessage(TypedDict):
     content: tuple[TextPart | ImagePart, ...]
 
 
+TextOrMessage = str | ChatMessage
+"""What an agent reads or writes: an element of `Unicode` or of `Message`."""
+
+
 class Unicode(spaces.Space[str]):
     """Any text of at most `max_length` characters.
 
@@ -218,7 +222,7 @@ def message(role: str, *parts: str | Image) -> ChatMessage:
     return {"role": role, "content": tuple(content)}
 
 
-def text_of(observation: str | ChatMessage) -> str:
+def text_of(observation: TextOrMessage) -> str:
     """The text of an observation: itself, or the text parts of a message, each on lines of its own."""
     if isinstance(observation, str):
         return observation
