@@ -18,10 +18,13 @@ import asyncio
 import atexit
 import contextlib
 import os
+import sys
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
+import anyio
 import greenlet
 
 P = ParamSpec("P")
@@ -35,16 +38,30 @@ class _Bridge(greenlet.greenlet):
     """A greenlet that was started by `run_sync`; its parent awaits for it."""
 
 
-async def run_sync(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls a synchronous function that may wait by `await_only`, and returns what it returns.
+class Finished(NamedTuple):
+    """What a call returned that did not have to wait."""
 
-    Runs on the current task: context variables, cancel scopes and the current task are the caller's.
-    Cancellation is raised in the coroutine that the function waits for, then in the function.
+    value: object
+
+
+def start_sync(
+    function: Callable[P, object], *args: P.args, **kwargs: P.kwargs
+) -> Finished | Coroutine[object, object, object]:
+    """Calls a synchronous function that may wait by `await_only`, up to where it waits.
+
+    Returns:
+        Its result if it did not wait; else a coroutine for the rest of the call, which the task that
+        called this must await. Nothing that is awaited has begun by then, so a cancel scope around the
+        coroutine is around all of it.
     """
     driver = greenlet.getcurrent()
     bridge = _Bridge(function, driver)
     bridge.gr_context = driver.gr_context
     answer = bridge.switch(*args, **kwargs)
+    return Finished(answer) if bridge.dead else _go_on(bridge, answer)
+
+
+async def _go_on(bridge: _Bridge, answer: object) -> object:
     while not bridge.dead:
         try:
             value = await cast("Awaitable[object]", answer)
@@ -52,7 +69,17 @@ async def run_sync(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
             answer = bridge.throw(error)
         else:
             answer = bridge.switch(value)
-    return cast("T", answer)
+    return answer
+
+
+async def run_sync(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls a synchronous function that may wait by `await_only`, and returns what it returns.
+
+    Runs on the current task: context variables, cancel scopes and the current task are the caller's.
+    Cancellation is raised in the coroutine that the function waits for, then in the function.
+    """
+    started = start_sync(function, *args, **kwargs)
+    return cast("T", started.value if isinstance(started, Finished) else await started)
 
 
 def in_bridge() -> bool:
@@ -93,18 +120,15 @@ def finish(coroutine: Coroutine[object, object, T]) -> T:
     )
 
 
-class LoopThread:
-    """An event loop that runs in a daemon thread of its own."""
+class LoopRunner:
+    """An asyncio loop that runs until it is told to stop; what is left of its tasks is cancelled."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._pid = os.getpid()
-        self._at_end: list[Callable[[], None]] = []
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Runs the loop in this thread until `stop`, and closes it."""
         try:
             while not self._stopping:
                 # asyncio lets these two through after it has given them to the task's waiters.
@@ -118,25 +142,27 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
-            for callback in self._at_end:
-                callback()
+
+    def stop(self) -> None:
+        """Tells it to stop, from any thread; returns at once."""
+        self._stopping = True
+        with contextlib.suppress(RuntimeError):  # already closed
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+class LoopThread(LoopRunner):
+    """An event loop that runs in a daemon thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
+        self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         """Whether the thread still runs in this process (it does not after a fork)."""
         return self._thread.is_alive() and self._pid == os.getpid()
-
-    def stop(self, at_end: Callable[[], None] | None = None) -> None:
-        """Tells the thread to cancel its tasks and end; returns at once.
-
-        Args:
-            at_end: The last thing that the thread calls.
-        """
-        if at_end is not None:
-            self._at_end.append(at_end)
-        self._stopping = True
-        with contextlib.suppress(RuntimeError):  # already closed
-            self.loop.call_soon_threadsafe(self.loop.stop)
 
     def join(self, timeout_s: float) -> bool:
         """Blocks until the thread has ended; False if it has not within the limit."""
@@ -170,6 +196,100 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+class Reply(Generic[T]):
+    """One value, or one exception, that a callback hands to one task of the same loop."""
+
+    def __init__(self) -> None:
+        loop = running_loop()
+        self._future: asyncio.Future[T] | None = loop.create_future() if loop else None
+        self._event = anyio.Event() if loop is None else None  # trio has no futures
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def set(self, value: T) -> None:
+        """Hands the value over; nothing happens if the task no longer waits or has its answer."""
+        if self._future is not None:
+            if not self._future.done():
+                self._future.set_result(value)
+        elif self._event is not None and not self._event.is_set():
+            self._value = value
+            self._event.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Hands an exception over, as `set` does a value."""
+        if self._future is not None:
+            if not self._future.done():
+                self._future.set_exception(error)
+        elif self._event is not None and not self._event.is_set():
+            self._error = error
+            self._event.set()
+
+    async def wait(self) -> T:
+        """Waits for the value, once. A wait that is cancelled can't be repeated.
+
+        Raises:
+            BaseException: The exception that was handed over.
+        """
+        if self._future is not None:
+            return await self._future
+        assert self._event is not None, "one of the two is there"
+        await self._event.wait()
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._value)
+
+
+class Inbox:
+    """Callbacks that other threads leave for one loop, which is woken once for all that are there.
+
+    Waking a loop costs a system call and a switch of threads; many environments answer at once.
+    """
+
+    def __init__(self) -> None:
+        """Belongs to the loop that runs here, asyncio's or trio's."""
+        self._callbacks: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._woken = False
+        self._wake = _threadsafe_wake()
+
+    def post(self, callback: Callable[..., object], *args: object) -> None:
+        """Has the loop call `callback(*args)` soon; from any thread. Does nothing once it is closed."""
+        self._callbacks.append((callback, args))
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._wake(self._deliver)
+
+    def _deliver(self) -> None:
+        # Before the deque is emptied: what is posted from here on wakes the loop again.
+        self._woken = False
+        while self._callbacks:
+            callback, args = self._callbacks.popleft()
+            callback(*args)
+
+
+def current_host() -> object:
+    """The loop that runs in this thread: asyncio's loop or trio's token.
+
+    Raises:
+        RuntimeError: None does.
+    """
+    loop = running_loop()
+    if loop is not None:
+        return loop
+    if "trio" not in sys.modules:
+        raise RuntimeError("no event loop runs in this thread, asyncio's or trio's.")
+    import trio  # optional; it runs here, or says that it does not
+
+    return trio.lowlevel.current_trio_token()
+
+
+def _threadsafe_wake() -> Callable[[Callable[[], object]], object]:
+    host = current_host()
+    if isinstance(host, asyncio.AbstractEventLoop):
+        return host.call_soon_threadsafe
+    return cast("Any", host).run_sync_soon
 
 
 class HomeLoop:

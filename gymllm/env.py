@@ -40,6 +40,10 @@ class Env(gymnasium.Env[str, str], ABC):
     """False promises that the async methods never suspend: the synchronous face then runs them on the
     spot instead of through an event loop, which is some 20 times cheaper."""
 
+    execution: str = "inline"
+    """Where a pool runs it unless its user says otherwise: "inline" for one that waits asynchronously or
+    not at all, "thread" for one that blocks, "process" for one that computes, leaks or may crash."""
+
     _home: HomeLoop
     _running: bool
     _closed: bool

@@ -10,37 +10,42 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, cast
 
 import anyio
-import numpy as np
-import numpy.typing as npt
+import gymnasium
+from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
-from gymnasium import spaces
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import ResetNeeded
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector import AutoresetMode
 
 from gymllm.bridge import HomeLoop
-from gymllm.errors import ClosedError, ConfigError, EnvBatchError, EnvError, UnknownNameError
+from gymllm.errors import ClosedError, ConfigError, EngineError, EnvError, UnknownNameError
 from gymllm.registration import check_id, make
+from gymllm.task import Task
+from gymllm.vector import VectorFace
 from gymllm.workers import (
+    EnvProcesses,
     InlineWorker,
     Limits,
     MakeEnv,
     PoolStats,
+    ProcessWorker,
     Slot,
     StepResult,
     ThreadWorker,
     Worker,
+    WorkerSupply,
 )
 
 T = TypeVar("T")
-Texts = tuple[str, ...]
 
-WORKERS = ("inline", "thread")
+WORKERS = ("inline", "thread", "process")
 
 
 class LeasedEnv:
@@ -50,10 +55,14 @@ class LeasedEnv:
         self._slot: Slot | None = slot
         self._running = False
         self.slot = slot.index
+        self.observation: Any = None
+        """The last one; None before the first reset."""
+        self.info: dict[str, object] = {}
+        """The last one."""
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, object] | None = None
-    ) -> tuple[str, dict[str, object]]:
+    ) -> tuple[Any, dict[str, object]]:
         """Starts an episode; makes the environment first if there is none or the last one broke.
 
         Cancellation reaches the environment's own code; the environment is then replaced.
@@ -64,11 +73,11 @@ class LeasedEnv:
             ClosedError: The lease has ended or the pool is closed.
         """
         slot, self._running = self._lent(), False
-        answer = await slot.reset(seed=seed, options=options)
+        self.observation, self.info = await slot.reset(seed=seed, options=options)
         self._running = True
-        return answer
+        return self.observation, self.info
 
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: Any) -> StepResult:
         """Takes one action. Cancellation and errors as for `reset`, and:
 
         Raises:
@@ -83,6 +92,7 @@ class LeasedEnv:
         self._running = False  # stays so if the step raises or is cancelled
         result = await slot.step(action)
         self._running = not (result.terminated or result.truncated)
+        self.observation, self.info = result.observation, result.info
         return result
 
     def end(self) -> None:
@@ -95,20 +105,26 @@ class LeasedEnv:
         return self._slot
 
 
-@dataclasses.dataclass(kw_only=True)
-class _VectorState:
-    observations: list[str]
-    ended: npt.NDArray[np.bool]
-    """Which have no episode to step: never reset, ended or broken."""
-
-
 @dataclasses.dataclass
 class _Waiter:
     woken: anyio.Event = dataclasses.field(default_factory=anyio.Event)
     slot: Slot | None = None
 
 
-class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Played(Generic[T]):
+    """What became of a task that `EnvPool.stream` was given."""
+
+    task: Task
+    result: T | None
+    """What playing it returned; None if it was set aside."""
+    error: EnvError | EngineError | None
+    """Why it was set aside after its last try, else None."""
+    tries: int
+    """How often it was played, >= 1."""
+
+
+class EnvPool(VectorFace):
     """Environments that are made when first needed, lent out fairly and replaced when they break."""
 
     def __init__(
@@ -116,11 +132,17 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
         make_env: str | MakeEnv,
         num_envs: int,
         *,
-        worker: str = "inline",
+        worker: str | None = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.DISABLED,
+        start_timeout_s: float = 120.0,
         reset_timeout_s: float = 60.0,
         step_timeout_s: float = 60.0,
         close_timeout_s: float = 4.0,
+        max_starts: int = 8,
+        spares: int = 0,
+        envs_per_process: int = 1,
+        memory_limit_bytes: int | None = None,
+        text: bool = True,
         env_id: str | None = None,
     ) -> None:
         """Sets the pool up; no environment is made yet.
@@ -129,12 +151,25 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
             make_env: An id, or a function that makes one environment with its wrappers.
             num_envs: Most environments at once.
             worker: "inline": on the pool's loop, for environments that wait asynchronously or not at
-                all. "thread": each in a thread, for those that block.
+                all. "thread": each in a thread, for those that block. "process": in processes of
+                their own, for those that compute, leak or crash. None: as the environment's
+                `execution` says.
             autoreset_mode: Of the vector face: what happens after an episode's end. A reset that nobody
                 asked for has no seed and no options, hence the default.
-            reset_timeout_s: Limit of a reset, the making of the environment included.
-            step_timeout_s: Limit of a step.
+            start_timeout_s: Limit of making an environment, once it is its turn.
+            reset_timeout_s: Limit of a reset.
+            step_timeout_s: Limit of a step, and of any other call.
             close_timeout_s: Limit of closing one environment, and of closing the pool.
+            max_starts: Environments that are made at once, at most; steps don't wait for them.
+            spares: Environments beyond `num_envs` that are made ahead while `async with pool` runs, to
+                take the place of one that broke or is needed first. For those that start slowly.
+            envs_per_process: With worker "process": environments that share a process. They step at
+                the same time only as far as they wait asynchronously, and if one takes the process
+                down, the others' episodes fail with it.
+            memory_limit_bytes: With worker "process": how much data one process may hold (RLIMIT_DATA);
+                beyond it, allocations fail there.
+            text: Whether observations must be texts or chat messages. False lets in environments of any
+                spaces, batched as Gymnasium does.
             env_id: What errors call the environment; by default its id or the function's name.
 
         Raises:
@@ -143,7 +178,15 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
         """
         if num_envs < 1:
             raise ConfigError(f"num_envs must be >= 1, got {num_envs}.")
-        if worker not in WORKERS:
+        for name, least in (("max_starts", 1), ("spares", 0), ("envs_per_process", 1)):
+            value = {
+                "max_starts": max_starts,
+                "spares": spares,
+                "envs_per_process": envs_per_process,
+            }
+            if value[name] < least:
+                raise ConfigError(f"{name} must be >= {least}, got {value[name]}.")
+        if worker is not None and worker not in WORKERS:
             raise UnknownNameError("worker", worker, WORKERS)
         try:
             self.autoreset_mode = AutoresetMode(autoreset_mode)
@@ -151,6 +194,7 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
             known = [mode.value for mode in AutoresetMode]
             raise UnknownNameError("autoreset_mode", str(autoreset_mode), known) from None
         limits = Limits(
+            start_timeout_s=start_timeout_s,
             reset_timeout_s=reset_timeout_s,
             step_timeout_s=step_timeout_s,
             close_timeout_s=close_timeout_s,
@@ -161,27 +205,41 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
         if isinstance(make_env, str):
             check_id(make_env)
             env_id = env_id or make_env
-            make_env = functools.partial(make, make_env)
+            if text:
+                make_env = functools.partial(make, make_env)
+            else:
+                make_env = functools.partial(gymnasium.make, make_env, disable_env_checker=True)
         self.env_id = env_id or getattr(make_env, "__name__", type(make_env).__name__)
         self.num_envs = num_envs
-        self.metadata = {"autoreset_mode": self.autoreset_mode}
-        self._make_env = make_env
-        self._limits = limits
+        self.worker = worker or execution_of(make_env)
+        """Where the environments run: one of `WORKERS`."""
+        self._text = text
         self._stats = PoolStats()
         self._home = HomeLoop()
+        self._processes = EnvProcesses(
+            envs_per_process=envs_per_process, memory_limit_bytes=memory_limit_bytes
+        )
+        self._supply = WorkerSupply(
+            functools.partial(self._make_worker, make_env),
+            spares=spares,
+            max_starts=max_starts,
+            limits=limits,
+            stats=self._stats,
+        )
         self._slots = [
             Slot(
                 index,
                 env_id=self.env_id,
-                make_worker=self._worker_maker(worker, make_env, index),
+                supply=self._supply,
                 limits=limits,
                 stats=self._stats,
+                text=text,
             )
             for index in range(num_envs)
         ]
+        self._keeper: TaskGroup | None = None
         self._idle = self._slots[::-1]
         self._waiters: deque[_Waiter] = deque()
-        self._vector: _VectorState | None = None
         self.closed = False
 
     @property
@@ -204,6 +262,124 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
             env.end()
             self._release(slot)
 
+    @asynccontextmanager
+    async def episode(self, task: Task) -> AsyncGenerator[LeasedEnv]:
+        """Leases an environment and resets it with the task's seed and options.
+
+        `observation` and `info` of what it gives are the reset's, then each step's.
+
+        Raises:
+            EnvError: The reset broke the environment; it is replaced.
+            ClosedError: The pool is closed, perhaps meanwhile.
+        """
+        async with self.lease() as env:
+            await env.reset(seed=task.seed, options=task.options or None)
+            yield env
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        tasks: Iterable[Task],
+        play: Callable[[LeasedEnv, Task], Awaitable[T]],
+        *,
+        playing: int | None = None,
+        retries: int = 2,
+    ) -> AsyncGenerator[MemoryObjectReceiveStream[Played[T]]]:
+        """Plays every task while the `with` block runs; gives the stream of what ended, as it ends.
+
+        Nothing waits for anything else but for a free environment, and for whoever reads the stream.
+
+        Args:
+            tasks: Taken one by one, when an environment is free for it.
+            play: Plays an episode on an environment that was reset for the task.
+            playing: Episodes that are played at once, at most; by default `num_envs`. With fewer, the
+                rest of the environments are reset ahead, for resets that take long.
+            retries: Further tries, with the same seed, after an `EnvError` or `EngineError`. A task
+                that fails them all is set aside: it comes out with its `error`, and the rest goes on.
+
+        Raises:
+            ConfigError: A setting is wrong.
+            Exception: Whatever `play` raised besides; it ends the stream.
+        """
+        if playing is not None and not 1 <= playing <= self.num_envs:
+            raise ConfigError(
+                f"playing must be from 1 to num_envs = {self.num_envs}, got {playing}."
+            )
+        if retries < 0:
+            raise ConfigError(f"retries must be >= 0, got {retries}.")
+        send, receive = anyio.create_memory_object_stream[Played[T]](self.num_envs)
+        left = iter(tasks)
+        turn = anyio.Semaphore(playing or self.num_envs)
+        try:
+            with receive:
+                async with anyio.create_task_group() as group:
+                    with send:
+                        for number in range(self.num_envs):
+                            group.start_soon(
+                                self._play,
+                                left,
+                                play,
+                                turn,
+                                retries,
+                                send.clone(),
+                                name=f"player {number}",
+                            )
+                    try:
+                        yield receive
+                    finally:
+                        group.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            if len(errors.exceptions) == 1:
+                error = errors.exceptions[0]  # a group of one would only hide which it is
+                raise error from error.__cause__
+            raise
+
+    async def _play(
+        self,
+        left: Iterator[Task],
+        play: Callable[[LeasedEnv, Task], Awaitable[T]],
+        turn: anyio.Semaphore,
+        retries: int,
+        send: MemoryObjectSendStream[Played[T]],
+    ) -> None:
+        with send:
+            for task in left:
+                error: EnvError | EngineError | None = None
+                for tries in range(1, retries + 2):
+                    try:
+                        async with self.episode(task) as env, turn:
+                            result = await play(env, task)
+                        await send.send(Played(task=task, result=result, error=None, tries=tries))
+                        break
+                    except (EnvError, EngineError) as problem:
+                        error = problem
+                else:
+                    await send.send(Played(task=task, result=None, error=error, tries=retries + 1))
+
+    async def __aenter__(self) -> Self:
+        """Starts to keep `spares` ready."""
+        self._check_open()
+        self._home.bind(f"the pool of {self.env_id}")
+        self._keeper = await anyio.create_task_group().__aenter__()
+        if self._supply.wants_spares:
+            self._keeper.start_soon(self._supply.keep_ready, name=f"spares of {self.env_id}")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        """Closes the pool."""
+        keeper, self._keeper = self._keeper, None
+        assert keeper is not None, "__aenter__ came first"
+        keeper.cancel_scope.cancel()
+        try:
+            return await keeper.__aexit__(kind, error, trace)
+        finally:
+            await self.aclose()
+
     async def aclose(self) -> None:
         """Ends every call in progress and every wait with `ClosedError` and closes all environments.
 
@@ -214,177 +390,10 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
             self._waiters.popleft().woken.set()
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
+                group.start_soon(self._supply.aclose, name="close spares")
                 for slot in self._slots:
                     group.start_soon(slot.aclose, name=f"close slot {slot.index}")
-
-    def reset(
-        self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Texts, dict[str, Any]]:
-        """Resets all environments at once, or those of `options["reset_mask"]`.
-
-        Args:
-            seed: Of environment 0; environment i gets `seed + i`. Or one for each. None goes on.
-            options: Given to each environment. "reset_mask", a bool array of shape [num_envs], is taken
-                out: where it is False the environment stays as it is.
-
-        Raises:
-            EnvBatchError: Some broke; the others are reset and `error.answers` has their answers.
-        """
-        options = dict(options or {})
-        mask = _mask(options.pop("reset_mask", None), self.num_envs)
-        seeds = _seeds(seed, self.num_envs)
-        state = self._vector_state()
-        answers = self._home.run(
-            self._gather(
-                {
-                    i: functools.partial(self._slots[i].reset, seed=seeds[i], options=options)
-                    for i in mask.nonzero()[0].tolist()
-                }
-            )
-        )
-        infos: dict[str, Any] = {}
-        for i, answer in answers.items():
-            state.ended[i] = isinstance(answer, EnvError)
-            if not isinstance(answer, EnvError):
-                state.observations[i], info = answer
-                infos = self._add_info(infos, info, i)
-        _raise_failures(answers, self.num_envs)
-        return tuple(state.observations), infos
-
-    def step(
-        self, actions: Sequence[str]
-    ) -> tuple[Texts, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
-        """Steps all environments at once.
-
-        One that broke needs a reset (by mask, or by itself where the autoreset mode is NEXT_STEP); the
-        others have taken their step and go on.
-
-        Raises:
-            EnvBatchError: Some broke; `error.answers` has the `StepResult` of each of the others.
-            gymnasium.error.ResetNeeded: Some have no episode to step; none has been stepped.
-            ConfigError: There are not as many actions as environments.
-        """
-        if len(actions) != self.num_envs:
-            raise ConfigError(f"expected {self.num_envs} actions, got {len(actions)}.")
-        state = self._vector_state()
-        if state.ended.any() and self.autoreset_mode is not AutoresetMode.NEXT_STEP:
-            raise ResetNeeded(
-                f"environments {state.ended.nonzero()[0].tolist()} have no episode to step; reset "
-                'them, e.g. with options={"reset_mask": terminated | truncated}.'
-            )
-        answers = self._home.run(
-            self._gather(
-                {
-                    i: functools.partial(self._step_slot, i, action, reset_first=state.ended[i])
-                    for i, action in enumerate(actions)
-                }
-            )
-        )
-        infos: dict[str, Any] = {}
-        rewards = np.zeros(self.num_envs, np.float64)
-        terminated, truncated = np.zeros((2, self.num_envs), np.bool)
-        for i, answer in answers.items():
-            if isinstance(answer, EnvError):
-                state.ended[i] = True
-                continue
-            state.observations[i] = answer.observation
-            rewards[i] = answer.reward
-            terminated[i], truncated[i] = answer.terminated, answer.truncated
-            infos = self._add_info(infos, answer.info, i)
-            ended = answer.terminated or answer.truncated
-            state.ended[i] = ended and self.autoreset_mode is not AutoresetMode.SAME_STEP
-        _raise_failures(answers, self.num_envs)
-        return tuple(state.observations), rewards, terminated, truncated, infos
-
-    def render(self) -> tuple[Any, ...]:
-        """What each environment's `render` returns."""
-        self._vector_state()
-        frames = self._home.run(self._gather(dict(enumerate(s.render for s in self._slots))))
-        _raise_failures(frames, self.num_envs)
-        return tuple(frames[i] for i in range(self.num_envs))
-
-    def close_extras(self, **kwargs: Any) -> None:
-        """What `close` calls: `aclose`, from synchronous code."""
-        self._home.run(self.aclose())
-
-    @functools.cached_property
-    def _spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-        env = self._make_env()  # only the vector face's users ask, so no environment is made before
-        try:
-            return env.observation_space, env.action_space
-        finally:
-            env.close()
-
-    # Gymnasium declares these four as attributes; properties, because they need an environment.
-
-    @property
-    def single_observation_space(self) -> spaces.Space[Any]:  # type: ignore[override]  # see above
-        """Space of one environment's observation."""
-        return self._spaces[0]
-
-    @property
-    def single_action_space(self) -> spaces.Space[Any]:  # type: ignore[override]  # see above
-        """Space of one environment's action."""
-        return self._spaces[1]
-
-    @functools.cached_property
-    def observation_space(self) -> spaces.Space[Any]:  # type: ignore[override]  # see above
-        """Space of the observations of all environments."""
-        return batch_space(self._spaces[0], self.num_envs)
-
-    @functools.cached_property
-    def action_space(self) -> spaces.Space[Any]:  # type: ignore[override]  # see above
-        """Space of the actions of all environments."""
-        return batch_space(self._spaces[1], self.num_envs)
-
-    def _vector_state(self) -> _VectorState:
-        self._check_open()
-        if self._vector is None:
-            if len(self._idle) != self.num_envs:
-                raise ConfigError(
-                    f"the pool of {self.env_id} has leased environments, so it can't be stepped as a "
-                    "vector environment; make another pool for that."
-                )
-            self._idle.clear()
-            self._vector = _VectorState(
-                observations=[""] * self.num_envs, ended=np.ones(self.num_envs, np.bool)
-            )
-        return self._vector
-
-    async def _gather(
-        self, calls: Mapping[int, Callable[[], Awaitable[T]]]
-    ) -> dict[int, T | EnvError]:
-        """Makes all calls at once; each one's answer or fault, in order."""
-        answers: dict[int, T | EnvError] = {}
-
-        async def one(index: int, call: Callable[[], Awaitable[T]]) -> None:
-            try:
-                answers[index] = await call()
-            except EnvError as error:
-                answers[index] = error
-
-        async with anyio.create_task_group() as group:
-            for index, call in calls.items():
-                group.start_soon(one, index, call, name=f"{self.env_id} slot {index}")
-        return {index: answers[index] for index in calls}
-
-    async def _step_slot(self, index: int, action: str, *, reset_first: bool) -> StepResult:
-        slot = self._slots[index]
-        if reset_first:
-            observation, info = await slot.reset()
-            return StepResult(
-                observation=observation, reward=0.0, terminated=False, truncated=False, info=info
-            )
-        result = await slot.step(action)
-        ended = result.terminated or result.truncated
-        if ended and self.autoreset_mode is AutoresetMode.SAME_STEP:
-            observation, info = await slot.reset()
-            final = {"final_obs": result.observation, "final_info": result.info}
-            return dataclasses.replace(result, observation=observation, info={**info, **final})
-        return result
+            await self._processes.aclose()
 
     async def _acquire(self) -> Slot:
         self._check_open()
@@ -425,18 +434,59 @@ class EnvPool(VectorEnv[Texts, Texts, npt.NDArray[Any]]):
         if self.closed:
             raise ClosedError(f"the pool of {self.env_id} is closed; make a new one.")
 
-    @staticmethod
-    def _worker_maker(worker: str, make_env: MakeEnv, index: int) -> Callable[[], Worker]:
-        if worker == "thread":
-            return lambda: ThreadWorker(make_env, name=f"gymllm-env-{index}")
-        return lambda: InlineWorker(make_env)
+    def _take_all(self) -> None:
+        self._check_open()
+        if len(self._idle) != self.num_envs:
+            raise ConfigError(
+                f"the pool of {self.env_id} has leased environments, so it can't be stepped as a "
+                "vector environment; make another pool for that."
+            )
+        self._idle.clear()
+
+    def _make_worker(self, make_env: MakeEnv) -> Worker:
+        if self.worker == "process":
+            return ProcessWorker(make_env, self._processes)
+        if self.worker == "thread":
+            return ThreadWorker(make_env, name=f"gymllm-env-{self._stats.built}")
+        return InlineWorker(make_env)
+
+
+def execution_of(make_env: Callable[..., object]) -> str:
+    """Where an environment wants to run: its class's `execution`, or "inline".
+
+    Args:
+        make_env: The class, a function that carries the attribute, or a `functools.partial` of
+            `gymllm.make` or `gymnasium.make` with an id, whose entry point is then looked at.
+    """
+    maker: object = make_env
+    while isinstance(maker, functools.partial):
+        part = cast("functools.partial[object]", maker)
+        if part.func in (make, gymnasium.make) and part.args:
+            maker = _entry_point(str(part.args[0]))
+        else:
+            maker = part.func
+    execution = getattr(maker, "execution", "inline")
+    if execution not in WORKERS:
+        raise UnknownNameError("execution", str(execution), WORKERS)
+    return execution
+
+
+def _entry_point(env_id: str) -> object:
+    """What makes the environment of an id; None if that can't be known without making it."""
+    spec = gymnasium.registry.get(env_id)
+    if spec is None or not isinstance(spec.entry_point, str):
+        return spec.entry_point if spec is not None else None
+    try:
+        return load_env_creator(spec.entry_point)
+    except Exception:  # what is missing is said where it is made, as that environment's fault
+        return None
 
 
 def make_pool(
     env_id: str,
     num_envs: int = 1,
     *,
-    worker: str = "inline",
+    worker: str | None = None,
     autoreset_mode: AutoresetMode | str = AutoresetMode.DISABLED,
     **kwargs: Any,
 ) -> EnvPool:
@@ -453,34 +503,3 @@ def make_pool(
     """
     make_env = functools.partial(make, env_id, **kwargs)
     return EnvPool(make_env, num_envs, worker=worker, autoreset_mode=autoreset_mode, env_id=env_id)
-
-
-def _mask(mask: object, count: int) -> npt.NDArray[np.bool]:
-    if mask is None:
-        return np.ones(count, np.bool)
-    array = np.asarray(mask)
-    if array.dtype != np.bool or array.shape != (count,):
-        raise ConfigError(f"reset_mask must be a bool array of shape ({count},), got {mask!r}.")
-    if not array.any():
-        raise ConfigError("reset_mask must be True somewhere.")
-    return array
-
-
-def _seeds(seed: int | Sequence[int | None] | None, count: int) -> Sequence[int | None]:
-    if seed is None:
-        return [None] * count
-    if isinstance(seed, int | np.integer):
-        return [int(seed) + i for i in range(count)]
-    if len(seed) != count:
-        raise ConfigError(f"expected {count} seeds, got {len(seed)}.")
-    return seed
-
-
-def _raise_failures(answers: Mapping[int, object], count: int) -> None:
-    failures = [answer for answer in answers.values() if isinstance(answer, EnvError)]
-    if failures:
-        raise EnvBatchError(
-            f"{len(failures)} of {len(answers)} environments broke: "
-            + " ".join(str(failure) for failure in failures),
-            [answers.get(i) for i in range(count)],
-        ) from failures[0]

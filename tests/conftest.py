@@ -2,5 +2,5 @@
 
 import signal
 
-# A shell starts background jobs with Ctrl-C ignored, and children inherit that: then no test of it could pass.
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that: no test of it could pass.
 signal.signal(signal.SIGINT, signal.default_int_handler)

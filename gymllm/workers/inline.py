@@ -7,34 +7,32 @@ blocks its thread blocks the whole loop here: no limit can interrupt it. Those b
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import gymnasium
 
-from gymllm.bridge import run_sync
-from gymllm.env import Env
-from gymllm.workers.worker import MakeEnv
+from gymllm.bridge import Finished, run_sync, start_sync
+from gymllm.workers.worker import EnvFacts, MakeEnv, invoke
 
 
 class InlineWorker:
     """Runs one environment through the greenlet bridge."""
 
     is_lost = False
+    log_tail = ""
 
     def __init__(self, make_env: MakeEnv) -> None:
         self._make_env = make_env
         self._env: gymnasium.Env[Any, Any] | None = None
-        self._waits = True
 
-    async def start(self) -> None:
+    async def start(self) -> EnvFacts:
         self._env = env = await run_sync(self._make_env)
-        self._waits = not isinstance(env.unwrapped, Env) or env.unwrapped.waits
+        return EnvFacts.of(env)
 
-    async def call(self, method: str, *args: object, **kwargs: object) -> object:
-        function = getattr(self._env, method)
-        if self._waits:
-            return await run_sync(function, *args, **kwargs)
-        return function(*args, **kwargs)  # what never waits needs no greenlet
+    def call(self, method: str, *args: object, **kwargs: object) -> Finished | Awaitable[object]:
+        assert self._env is not None, "start() comes first"
+        return start_sync(invoke, self._env, method, args, kwargs)
 
     async def aclose(self) -> None:
         env, self._env = self._env, None

@@ -12,15 +12,18 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from gymllm.bridge import running_loop
+from gymllm.bridge import Finished, running_loop
 from gymllm.errors import ClosedError, EnvCrashedError, EnvTimeoutError, EnvTypeError
-from gymllm.workers.worker import Worker
+from gymllm.workers.limits import Limits, PoolStats
+from gymllm.workers.supply import WorkerSupply
+from gymllm.workers.thread import ThreadWorker
+from gymllm.workers.worker import EnvFacts, RemoteError, Worker, WorkerDied
 
 T = TypeVar("T")
 
@@ -31,46 +34,13 @@ log = logging.getLogger(__name__)
 class StepResult:
     """What an environment answered to an action; types are checked."""
 
-    observation: str
+    observation: Any
+    """A text, or a chat message (`gymllm.spaces.Message`); in a pool with text=False, anything."""
     reward: float
     """Finite."""
     terminated: bool
     truncated: bool
     info: dict[str, object] = field(default_factory=dict[str, object])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How long things may take in a slot, in seconds."""
-
-    reset_timeout_s: float
-    """A reset, and making the environment where that comes first."""
-    step_timeout_s: float
-    close_timeout_s: float
-
-
-@dataclass(kw_only=True)
-class PoolStats:
-    """What a pool has counted since it was made."""
-
-    resets: int = 0
-    steps: int = 0
-    crashes: int = 0
-    """Calls that raised."""
-    timeouts: int = 0
-    """Calls that passed their limit."""
-    type_errors: int = 0
-    """Answers of a wrong type."""
-    cancelled: int = 0
-    """Calls that were cancelled by whoever made them."""
-    close_failures: int = 0
-    """Environments that raised in `close` or did not end it in time."""
-    built: int = 0
-    """Environments that were made, the first ones included."""
-    rebuilt: int = 0
-    """... of these, in place of one that broke."""
-    abandoned_threads: int = 0
-    """Threads left behind because their environment never came back."""
 
 
 class Slot:
@@ -81,16 +51,29 @@ class Slot:
         index: int,
         *,
         env_id: str,
-        make_worker: Callable[[], Worker],
+        supply: WorkerSupply,
         limits: Limits,
         stats: PoolStats,
+        text: bool = True,
     ) -> None:
+        """Makes nothing yet.
+
+        Args:
+            index: The slot's number, for messages.
+            env_id: What messages call the environment.
+            supply: Gives started workers.
+            limits: How long things may take.
+            stats: Where things are counted.
+            text: Whether observations must be texts or chat messages.
+        """
         self.index = index
         self._env_id = env_id
-        self._make_worker = make_worker
+        self._supply = supply
         self._limits = limits
         self._stats = stats
+        self._text = text
         self._worker: Worker | None = None
+        self._facts: EnvFacts | None = None
         self._was_built = False
         self._closed = False
         self._scope: anyio.CancelScope | None = None  # of the call in progress
@@ -98,6 +81,31 @@ class Slot:
         self._call_ended: anyio.Event | None = (
             None  # what `aclose` waits for, if a call is in progress
         )
+
+    async def start(self) -> EnvFacts:
+        """Makes the environment if there is none.
+
+        Raises:
+            EnvError: It could not be made, or not in time.
+            ClosedError: The slot was closed, perhaps meanwhile.
+        """
+        if self._worker is None:
+            spare = self._supply.take()
+            if spare is not None:
+                self._worker, self._facts = spare
+            else:
+                async with self._supply.turn:  # waited for outside the limit
+                    self._facts = await self._guarded(
+                        "start", self._limits.start_timeout_s, self._start_worker, _facts
+                    )
+            self._stats.rebuilt += self._was_built
+            self._was_built = True
+        assert self._facts is not None, "a started worker has told its facts"
+        return self._facts
+
+    def _start_worker(self) -> Awaitable[object]:
+        worker = self._worker = self._supply.make()
+        return worker.start()
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, object] | None = None
@@ -108,21 +116,19 @@ class Slot:
             EnvError: It broke; the slot is empty again.
             ClosedError: The slot was closed, perhaps meanwhile.
         """
+        if self._worker is None:
+            await self.start()
+        worker = self._made("reset")
         self._stats.resets += 1
+        given = dict(options) if options else None
+        return await self._guarded(
+            "reset",
+            self._limits.reset_timeout_s,
+            lambda: worker.call("reset", seed=seed, options=given),
+            lambda answer: check_reset(answer, text=self._text),
+        )
 
-        async def operation() -> object:
-            worker = self._worker
-            if worker is None:
-                worker = self._worker = self._make_worker()
-                self._stats.rebuilt += self._was_built
-                self._stats.built += 1
-                self._was_built = True
-                await worker.start()
-            return await worker.call("reset", seed=seed, options=dict(options) if options else None)
-
-        return await self._guarded("reset", self._limits.reset_timeout_s, operation, check_reset)
-
-    async def step(self, action: str) -> StepResult:
+    async def step(self, action: Any) -> StepResult:
         """Takes one action.
 
         Raises:
@@ -133,17 +139,24 @@ class Slot:
         worker = self._made("step")
         self._stats.steps += 1
         return await self._guarded(
-            "step", self._limits.step_timeout_s, lambda: worker.call("step", action), check_step
+            "step",
+            self._limits.step_timeout_s,
+            lambda: worker.call("step", action),
+            lambda answer: check_step(answer, text=self._text),
         )
 
     async def render(self) -> object:
         """What the environment's `render` returns. Raises as `step`."""
-        worker = self._made("render")
+        return await self.call("render")
+
+    async def call(self, method: str, *args: object, **kwargs: object) -> object:
+        """What `workers.worker.invoke` returns, within the limit of a step. Raises as `step`."""
+        worker = self._made(method)
         return await self._guarded(
-            "render",
+            method,
             self._limits.step_timeout_s,
-            lambda: worker.call("render"),
-            lambda frame: frame,
+            lambda: worker.call(method, *args, **kwargs),
+            lambda answer: answer,
         )
 
     async def aclose(self) -> None:
@@ -167,7 +180,7 @@ class Slot:
         self,
         method: str,
         limit_s: float,
-        operation: Callable[[], Awaitable[object]],
+        begin: Callable[[], Finished | Awaitable[object]],
         check: Callable[[object], T],
     ) -> T:
         """Runs one call within its limit; unless it is answered well, the environment is closed."""
@@ -175,7 +188,12 @@ class Slot:
             raise ClosedError(self._say(method, "the pool is closed"))
         self._busy, healthy = True, False
         try:
-            answer = check(await self._limited(method, limit_s, operation))
+            started = self._begin(method, begin)
+            if isinstance(started, Finished):
+                value = started.value
+            else:  # a limit costs more than most steps, so there is one only where something waits
+                value = await self._limited(method, limit_s, started)
+            answer = check(value)
             healthy = True
             return answer
         except EnvTypeError as error:
@@ -188,16 +206,22 @@ class Slot:
             if self._call_ended is not None:
                 self._call_ended.set()
 
-    async def _limited(
-        self, method: str, limit_s: float, operation: Callable[[], Awaitable[object]]
-    ) -> object:
-        """Runs one call within its limit and says by the exception's type how it ended."""
+    def _begin(
+        self, method: str, begin: Callable[[], Finished | Awaitable[object]]
+    ) -> Finished | Awaitable[object]:
+        try:
+            return begin()
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            raise self._crashed(method, error) from error
+
+    async def _limited(self, method: str, limit_s: float, operation: Awaitable[object]) -> object:
+        """Waits for a call within its limit and says by the exception's type how it ended."""
         problem: BaseException
         cancellations = _cancellations()
         with anyio.CancelScope(deadline=anyio.current_time() + limit_s) as scope:
             self._scope = scope
             try:
-                return await operation()
+                return await operation
             except (Exception, SystemExit) as error:
                 if not scope.cancel_called and _cancellations() > cancellations:
                     # It answered its caller's cancellation with an exception of its own.
@@ -218,37 +242,56 @@ class Slot:
             if (
                 not scope.cancel_called
             ):  # else it is the cancellation that the environment raised from
-                self._stats.crashes += 1
-                raise EnvCrashedError(
-                    self._say(method, f"raised {type(problem).__name__}: {problem}")
-                ) from problem
+                raise self._crashed(method, problem) from problem
         if self._closed:
             raise ClosedError(self._say(method, "the pool was closed meanwhile"))
         self._stats.timeouts += 1
         raise EnvTimeoutError(
             self._say(
                 method,
-                f"no answer within {limit_s:g} s; raise {method}_timeout_s if it needs longer",
+                f"no answer within {limit_s:g} s; raise {_LIMITS.get(method, 'step_timeout_s')} if it "
+                "needs longer",
             )
         )
+
+    def _crashed(self, method: str, problem: BaseException) -> EnvCrashedError:
+        self._stats.crashes += 1
+        if isinstance(problem, WorkerDied):
+            return EnvCrashedError(self._say(method, str(problem)))
+        what = problem.summary if isinstance(problem, RemoteError) else _summary(problem)
+        return EnvCrashedError(self._say(method, f"raised {what}"))
 
     async def _discard(self, deadline: float) -> None:
         """Closes the environment, by the deadline and come what may."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
-        self._stats.abandoned_threads += worker.is_lost
+        self._stats.abandoned_threads += worker.is_lost and isinstance(worker, ThreadWorker)
         ended = False
         with anyio.CancelScope(deadline=deadline, shield=True):
             try:
                 await worker.aclose()
                 ended = True
             except (Exception, SystemExit) as error:
-                log.warning("%s", self._say("close", f"raised {type(error).__name__}: {error}"))
+                log.warning("%s", self._say("close", f"raised {_summary(error)}"))
         self._stats.close_failures += not ended
 
     def _say(self, method: str, what: str) -> str:
-        return f"{self._env_id}: {method}: {what} (slot {self.index})."
+        text = f"{self._env_id}: {method}: {what} (slot {self.index})."
+        tail = self._worker.log_tail if self._worker is not None else ""
+        return f"{text}\nThe last that its process printed:\n{tail}" if tail else text
+
+
+def _summary(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}"
+
+
+_LIMITS = {"start": "start_timeout_s", "reset": "reset_timeout_s"}
+
+
+def _facts(answer: object) -> EnvFacts:
+    assert isinstance(answer, EnvFacts), "that is what starting answers"
+    return answer
 
 
 def _cancellations() -> int:
@@ -257,21 +300,29 @@ def _cancellations() -> int:
     return task.cancelling() if task is not None else 0
 
 
-def check_reset(answer: object) -> tuple[str, dict[str, object]]:
+def check_reset(answer: object, *, text: bool = True) -> tuple[Any, dict[str, object]]:
     """The answer of a reset, its types checked.
 
+    Args:
+        answer: What the environment returned.
+        text: Whether the observation must be a text or a chat message.
+
     Raises:
-        EnvTypeError: It is not a tuple of a string and a dict.
+        EnvTypeError: It is not a tuple of an observation and a dict.
     """
     observation, info = _parts(answer, 2)
-    return _text(observation), _info(info)
+    return _text(observation) if text else observation, _info(info)
 
 
-def check_step(answer: object) -> StepResult:
+def check_step(answer: object, *, text: bool = True) -> StepResult:
     """The answer of a step, its types checked.
 
+    Args:
+        answer: What the environment returned.
+        text: Whether the observation must be a text or a chat message.
+
     Raises:
-        EnvTypeError: It is not what `gymnasium.Env.step` returns in a text environment.
+        EnvTypeError: It is not what `gymnasium.Env.step` returns.
     """
     observation, reward, terminated, truncated, info = _parts(answer, 5)
     if not isinstance(reward, int | float | np.number) or not isfinite(cast("float", reward)):
@@ -280,7 +331,7 @@ def check_step(answer: object) -> StepResult:
         if not isinstance(flag, bool | np.bool):
             raise EnvTypeError(f"{name} must be a bool, got {flag!r}")
     return StepResult(
-        observation=_text(observation),
+        observation=_text(observation) if text else observation,
         reward=float(cast("float", reward)),
         terminated=bool(terminated),
         truncated=bool(truncated),
@@ -302,13 +353,19 @@ def _shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def _text(observation: object) -> str:
-    if not isinstance(observation, str):
+def _text(observation: object) -> object:
+    if not isinstance(observation, str) and not _is_message(observation):
         raise EnvTypeError(
             f"the observation must be a str, got {type(observation).__name__}; "
             "wrap the environment in gymllm.TextAdapter"
         )
     return observation
+
+
+def _is_message(observation: object) -> bool:
+    if not isinstance(observation, dict):
+        return False
+    return {"role", "content"} <= cast("dict[object, object]", observation).keys()
 
 
 def _info(info: object) -> dict[str, object]:

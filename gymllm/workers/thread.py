@@ -1,31 +1,62 @@
-"""`ThreadWorker`: the environment runs in a daemon thread with an event loop of its own.
+"""`ThreadWorker`: the environment runs in a daemon thread of its own.
 
-For environments that block. Calls hop to the thread and back without blocking the pool's loop. A call
-that is cancelled (its limit passed, or its episode was) is cancelled in the thread too; if it blocks and
-does not end within a moment, the thread is lost: it can't be killed, so it is told to end if it ever can
-and otherwise left behind.
+For environments that block. Those that wait asynchronously get an event loop in that thread, so a call
+that is cancelled (its limit passed, or its episode was) is cancelled there too. A thread that blocks can't
+be interrupted: one that does not end within a moment is lost, told to end if it ever can, and otherwise
+left behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import threading
+import weakref
+from collections.abc import Awaitable
+from queue import SimpleQueue
 from typing import Any
 
 import anyio
 import gymnasium
 
-from gymllm.bridge import LoopThread, run_sync
-from gymllm.workers.worker import MakeEnv
+from gymllm.bridge import Finished, Inbox, LoopRunner, Reply, current_host, run_sync, running_loop
+from gymllm.env import Env
+from gymllm.workers.worker import EnvFacts, MakeEnv, invoke
 
 CANCEL_GRACE_S = 0.1
 """How long a cancelled call may take to clean up before its thread counts as lost."""
 STOP_LIMIT_S = 1.0
 """How long an idle thread may take to end."""
 
+_inboxes: weakref.WeakKeyDictionary[object, Inbox] = weakref.WeakKeyDictionary()
+
+
+def _inbox() -> Inbox:
+    """The running loop's inbox, shared by all its threads: that is what makes one wake-up enough."""
+    host = current_host()
+    inbox = _inboxes.get(host)
+    if inbox is None:
+        inbox = _inboxes[host] = Inbox()
+    return inbox
+
+
+class _Call:
+    """One call on its way to the thread and back."""
+
+    def __init__(self, method: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        self.method, self.args, self.kwargs = method, args, kwargs
+        self.reply = Reply[object]()
+        self.ended = False
+        self.abandoned = False
+        self.task: asyncio.Task[object] | None = None
+        """Where it runs, if that is a task of the thread's own loop."""
+
 
 class ThreadWorker:
-    """Runs one environment in a thread. Used from one asyncio loop."""
+    """Runs one environment in a thread. Used from one loop."""
+
+    log_tail = ""
 
     def __init__(self, make_env: MakeEnv, *, name: str) -> None:
         """Starts the thread.
@@ -35,74 +66,122 @@ class ThreadWorker:
             name: The thread's name.
         """
         self._make_env = make_env
-        self._thread = LoopThread(name)
+        self._inbox = _inbox()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._runner: LoopRunner | None = None  # of an environment that waits asynchronously
         self._env: gymnasium.Env[Any, Any] | None = None
+        self._ended: Reply[None] | None = None
         self.is_lost = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
-    async def start(self) -> None:
-        await self._run("start")
+    async def start(self) -> EnvFacts:
+        facts = await self._ask(_Call("start", (), {}))
+        assert isinstance(facts, EnvFacts), "that is what starting answers"
+        return facts
 
-    async def call(self, method: str, *args: object, **kwargs: object) -> object:
-        return await self._run("call", method, *args, **kwargs)
+    def call(self, method: str, *args: object, **kwargs: object) -> Finished | Awaitable[object]:
+        return self._ask(_Call(method, args, kwargs))
 
     async def aclose(self) -> None:
         try:
             if not self.is_lost:
-                await self._run("close")
+                await self._ask(_Call("close", (), {}))
         finally:
             await self._stop()
 
+    async def _ask(self, call: _Call) -> object:
+        runner = self._runner
+        if runner is None:
+            self._calls.put(call)
+        else:
+            # trio leaves a mark in the context that makes asyncio's tasks think they are trio's.
+            context = None if running_loop() is not None else contextvars.Context()
+            runner.loop.call_soon_threadsafe(self._begin, runner.loop, call, context=context)
+        try:
+            return await call.reply.wait()
+        except BaseException:
+            if not call.ended:
+                await self._cancel(call)
+            raise
+
+    async def _cancel(self, call: _Call) -> None:
+        """Cancels a call that runs in a task, and waits a moment for any call to end."""
+        ended = call.reply = Reply[object]()  # the old one was waited for and can't be again
+        if self._runner is not None:
+            with contextlib.suppress(RuntimeError):
+                self._runner.loop.call_soon_threadsafe(
+                    lambda: call.task.cancel() if call.task else None
+                )
+        # Whatever it ends with, the cancellation is what the caller gets.
+        with anyio.move_on_after(CANCEL_GRACE_S, shield=True), contextlib.suppress(BaseException):
+            if not call.ended:
+                await ended.wait()
+        self.is_lost = call.abandoned = not call.ended
+
     async def _stop(self) -> None:
-        home, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the pool's loop is closed: nobody waits
-                home.call_soon_threadsafe(ended.set)
-
-        self._thread.stop(tell)
+        self._ended = Reply[None]()
+        if self._runner is not None:
+            self._runner.stop()
+        self._calls.put(None)
         if not self.is_lost:
             with anyio.move_on_after(STOP_LIMIT_S, shield=True):
-                await ended.wait()
+                await self._ended.wait()
                 self._thread.join(STOP_LIMIT_S)  # it has just called us as its last act
 
-    async def _serve(self, what: str, *args: Any, **kwargs: Any) -> object:
-        """In the thread: does one thing with the environment."""
-        if what == "start":
-            self._env = await run_sync(self._make_env)
-            return None
-        if what == "close":
-            env, self._env = self._env, None
-            return await run_sync(env.close) if env is not None else None
-        method, *rest = args
-        return await run_sync(getattr(self._env, method), *rest, **kwargs)
+    # ------------------------------------------------------------------ in the thread
 
-    async def _run(self, what: str, *args: object, **kwargs: object) -> object:
-        home, there = asyncio.get_running_loop(), self._thread.loop
-        ended: asyncio.Future[None] = home.create_future()
-        tasks: list[asyncio.Task[object]] = []
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                answer = self._serve(call)
+            except BaseException as error:
+                self._inbox.post(_fail, call, error)
+            else:
+                self._inbox.post(_answer, call, answer)
+            if self._runner is not None:
+                self._runner.run()
+        self._inbox.post(self._tell_ended)
 
-        def settle() -> None:
-            if not ended.done():
-                ended.set_result(None)
+    def _tell_ended(self) -> None:
+        if self._ended is not None:
+            self._ended.set(None)
 
-        def tell(_: asyncio.Task[object]) -> None:
-            with contextlib.suppress(RuntimeError):  # the pool's loop is closed: nobody waits
-                home.call_soon_threadsafe(settle)
+    def _serve(self, call: _Call) -> object:
+        if call.method == "start":
+            self._env = env = self._make_env()
+            if isinstance(env.unwrapped, Env) and env.unwrapped.waits:
+                self._runner = LoopRunner()
+            return EnvFacts.of(env)
+        env = self._env
+        if call.method == "close":
+            self._env = None
+            return env.close() if env is not None else None
+        assert env is not None, "start() comes first"
+        return invoke(env, call.method, call.args, call.kwargs)
 
-        def begin() -> None:
-            task = there.create_task(self._serve(what, *args, **kwargs))
-            task.add_done_callback(tell)
-            tasks.append(task)
+    def _begin(self, loop: asyncio.AbstractEventLoop, call: _Call) -> None:
+        call.task = loop.create_task(run_sync(self._serve, call))
+        call.task.add_done_callback(lambda task: self._done(call, task))
 
-        there.call_soon_threadsafe(begin)
-        try:
-            await asyncio.shield(ended)
-        except asyncio.CancelledError:
-            there.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-            with anyio.move_on_after(CANCEL_GRACE_S, shield=True):
-                await asyncio.shield(ended)
-            self.is_lost = not ended.done()
-            if not self.is_lost and not tasks[0].cancelled():
-                tasks[0].exception()  # retrieved; the cancellation is what the caller gets
-            raise
-        return tasks[0].result()
+    def _done(self, call: _Call, task: asyncio.Task[object]) -> None:
+        if task.cancelled():
+            self._inbox.post(_fail, call, asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self._inbox.post(_fail, call, error)
+        else:
+            self._inbox.post(_answer, call, task.result())
+
+
+def _answer(call: _Call, value: object) -> None:
+    call.ended = True
+    if not call.abandoned:
+        call.reply.set(value)
+
+
+def _fail(call: _Call, error: BaseException) -> None:
+    call.ended = True
+    if isinstance(error, StopIteration):  # which no future takes
+        error = RuntimeError(f"{type(error).__name__} was raised: {error}")
+    if not call.abandoned:
+        call.reply.fail(error)

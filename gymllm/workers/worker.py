@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import gymnasium
+from gymnasium import spaces
+
+from gymllm.bridge import Finished
 
 MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
 """Makes one environment, wrappers included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvFacts:
+    """What a pool knows of an environment without having it in its own process."""
+
+    observation_space: spaces.Space[Any]
+    action_space: spaces.Space[Any]
+    render_mode: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def of(cls, env: gymnasium.Env[Any, Any]) -> EnvFacts:
+        """Those of `env`."""
+        return cls(
+            observation_space=env.observation_space,
+            action_space=env.action_space,
+            render_mode=env.render_mode,
+            metadata=dict(env.metadata),
+        )
+
+
+class WorkerDied(Exception):
+    """The process of a worker has ended; the message says how."""
+
+
+class RemoteError(Exception):
+    """An environment raised in another process."""
+
+    def __init__(self, summary: str, traceback: str) -> None:
+        """Says it again here.
+
+        Args:
+            summary: The exception's class and message.
+            traceback: Its traceback there, as text.
+        """
+        super().__init__(traceback.rstrip() or summary)
+        self.summary = summary
 
 
 class Worker(Protocol):
@@ -16,21 +58,47 @@ class Worker(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """A cancelled call did not end: the worker can't be used or closed, only forgotten."""
+        """The worker can't be used any more: it died, or a cancelled call did not end."""
         ...
 
-    async def start(self) -> None:
+    @property
+    def log_tail(self) -> str:
+        """The last lines that the environment's process printed, where it has one of its own."""
+        ...
+
+    async def start(self) -> EnvFacts:
         """Makes the environment. Called once, first."""
         ...
 
-    async def call(self, method: str, *args: object, **kwargs: object) -> object:
-        """Calls a method of the environment and returns what it returned, or raises what it raised.
+    def call(self, method: str, *args: object, **kwargs: object) -> Finished | Awaitable[object]:
+        """Calls a method of the environment, as `invoke` does; raises what that raises.
 
-        Cancellation reaches the environment's own code, and the call ends soon afterwards whether that
-        reacts or not (unless it blocks the pool's own loop, which only an inline worker lets it do).
+        Returns:
+            The answer where nothing had to be waited for, else what to await for it. Cancellation
+            reaches the environment's own code, and the call ends soon afterwards whether that reacts
+            or not (unless it blocks the pool's own loop, which only an inline worker lets it do).
         """
         ...
 
     async def aclose(self) -> None:
         """Closes the environment, if it was made, and frees the rest."""
         ...
+
+
+CALL = "call"
+"""The method name by which `invoke` reads, or calls, an attribute of the environment or a wrapper."""
+
+
+def invoke(
+    env: gymnasium.Env[Any, Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    """Calls `method` of the environment; with `CALL`, what `args[0]` names in it or in a wrapper.
+
+    Of what is named and can't be called, the value is the answer, as `gymnasium.vector.VectorEnv.call`
+    wants it.
+    """
+    if method != CALL:
+        return getattr(env, method)(*args, **kwargs)
+    name, *rest = cast("tuple[str, ...]", args)
+    attribute = env.get_wrapper_attr(name)
+    return attribute(*rest, **kwargs) if callable(attribute) else attribute

@@ -259,7 +259,7 @@ async def test_an_env_that_cannot_be_made_breaks_its_reset_only() -> None:
 
     pool = gymllm.EnvPool(make_env, 1)
     async with pool.lease() as env:
-        with pytest.raises(EnvCrashedError, match=r"make_env: reset: raised OSError: no licence"):
+        with pytest.raises(EnvCrashedError, match=r"make_env: start: raised OSError: no licence"):
             await env.reset()
         await env.reset()
     await pool.aclose()
