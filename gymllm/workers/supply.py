@@ -39,7 +39,7 @@ class WorkerSupply:
         self._limits, self._stats = limits, stats
         self._spares: list[tuple[Worker, EnvFacts]] = []
         self._taken = anyio.Event()
-        self.turn = anyio.Semaphore(max_starts)
+        self.turn = anyio.Semaphore(max_starts, fast_acquire=True)
         """Held while a worker starts."""
 
     @property
