@@ -1,12 +1,14 @@
 """Environment ids: loading plug-ins that register them, and making an environment from one.
 
 Gymnasium has no plug-in entry point of its own, so gymllm loads the entry-point group `gymllm.envs` when
-it is imported: each names a function without arguments that registers environments.
+it is imported: each names a function without arguments that registers environments. Environments of a few
+other packages are registered when they are first asked for, by importing the package.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
 from collections.abc import Iterable
 from importlib import metadata
@@ -15,10 +17,29 @@ from typing import Any
 import gymnasium
 from gymnasium import error
 
-from gymllm.adapters import TextAdapter, is_text_env
-from gymllm.errors import ConfigError, GymLLMError, UnknownNameError
+from gymllm.adapters import TextAdapter, is_text_env, needed_render_mode
+from gymllm.errors import ConfigError, GymLLMError, MissingExtraError, UnknownNameError
 
 ENTRY_POINT_GROUP = "gymllm.envs"
+GYM_ID = "gymllm/Gym-v0"
+"""Any Gymnasium environment in text: `gymnasium.make("gymllm/Gym-v0", env_id="CartPole-v1")`."""
+
+PROVIDERS = {
+    "ALE/": ("ale_py", "atari"),
+    "BabyAI-": ("minigrid", "minigrid"),
+    "MiniGrid-": ("minigrid", "minigrid"),
+}
+"""How ids begin, to the module whose import registers them and the extra of gymllm-envs that installs it."""
+
+
+def register_gym() -> None:
+    """Registers `gymllm/Gym-v0`, if it isn't yet."""
+    if GYM_ID not in gymnasium.registry:
+        gymnasium.register(  # pyright: ignore[reportUnknownMemberType]  # its kwargs are a bare dict
+            id=GYM_ID,
+            entry_point="gymllm.adapters.gym_env:make_gym",
+            vector_entry_point="gymllm.adapters.gym_env:make_vector",
+        )
 
 
 def load_plugins(entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
@@ -48,16 +69,21 @@ def check_id(env_id: str) -> None:
 
     Raises:
         UnknownNameError: Nothing is registered by that name.
+        MissingExtraError: It is in a package that is not installed.
     """
-    if ":" not in env_id and env_id not in gymnasium.registry:
+    if ":" in env_id or env_id in gymnasium.registry:
+        return
+    _import_provider(env_id)
+    if env_id not in gymnasium.registry:
         raise _unknown(env_id)
 
 
-def make(env_id: str, **kwargs: Any) -> gymnasium.Env[str, str]:
+def make(env_id: str, /, **kwargs: Any) -> gymnasium.Env[str, str]:
     """Makes any registered environment as a text environment.
 
-    As `gymnasium.make`, but an environment that is not played in text is wrapped in a `TextAdapter`,
-    with its "ansi" picture as the observation where it has one.
+    As `gymnasium.make`, but an environment that is not played in text is wrapped in a `TextAdapter`, made
+    with the render mode that shows most in text. `gymllm/Gym-v0` does the same and takes the adapter's
+    settings.
 
     Args:
         env_id: Gymnasium's id, `module:id` included.
@@ -65,20 +91,26 @@ def make(env_id: str, **kwargs: Any) -> gymnasium.Env[str, str]:
 
     Raises:
         UnknownNameError: Nothing is registered by that name.
+        MissingExtraError: It is in a package that is not installed.
         ConfigError: The environment does not take these arguments, needs something that is missing,
             or raised while it was made; or its module can't be imported.
     """
+    env = make_to_describe(env_id, kwargs)
+    return env if is_text_env(env) else TextAdapter(env)
+
+
+def make_to_describe(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    """Makes an environment, not adapted yet, with the render mode that its describer needs."""
     check_id(env_id)
     # Answers are checked where they are used, with errors that say what came. Gymnasium's checker
     # would raise before, as if the environment had.
-    kwargs.setdefault("disable_env_checker", True)
+    kwargs = {"disable_env_checker": True, **kwargs}
     env = _make(env_id, kwargs)
-    if is_text_env(env):
+    mode = None if "render_mode" in kwargs or is_text_env(env) else needed_render_mode(env)
+    if mode is None:
         return env
-    if "render_mode" not in kwargs and "ansi" in (env.metadata.get("render_modes") or ()):
-        env.close()
-        env = _make(env_id, {**kwargs, "render_mode": "ansi"})
-    return TextAdapter(env)
+    env.close()
+    return _make(env_id, {**kwargs, "render_mode": mode})
 
 
 def _make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
@@ -117,8 +149,21 @@ def _import(module: str, env_id: str) -> None:
         ) from problem
 
 
+def _import_provider(env_id: str) -> None:
+    for prefix, (module, extra) in PROVIDERS.items():
+        if env_id.startswith(prefix):
+            if importlib.util.find_spec(module) is None:
+                raise MissingExtraError(
+                    f'{env_id} needs the package {module}: pip install "gymllm-envs[{extra}]".'
+                )
+            _import(module, env_id)
+
+
 def _unknown(env_id: str) -> UnknownNameError:
     known = gymnasium.registry.keys()
     own = ", ".join(sorted(name for name in known if name.startswith("gymllm/")))
     hint = f"gymllm's own: {own}." if own else ""
     return UnknownNameError("environment", env_id.rpartition(":")[2], known, hint)
+
+
+register_gym()

@@ -17,7 +17,13 @@ ENVIRONMENTS: dict[str, str] = {
 
 
 def register() -> None:
-    """Registers every environment that is not registered yet."""
+    """Registers every environment that is not registered yet, and how those of others look in text."""
+    # First whole: importing gymllm comes back here to load the plug-in.
+    import gymllm.adapters
+    from gymllm_envs.describers import register_describers
+
+    assert gymllm.adapters
+    register_describers()
     for env_id, entry_point in ENVIRONMENTS.items():
         if env_id not in gymnasium.registry:
             module, _, _ = entry_point.partition(":")

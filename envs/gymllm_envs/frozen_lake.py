@@ -80,7 +80,9 @@ class FrozenLake(TextAdapter):
             describe=lake.describe,
             action_names=ACTIONS,
             instructions=INSTRUCTIONS,
+            answer_rule="last",
             invalid_reward=invalid_reward,
+            max_invalid=None,
             max_turns=3 * size * (10 if is_slippery else 1) if max_turns is None else max_turns,
             render_mode=render_mode,
         )

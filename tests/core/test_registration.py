@@ -13,8 +13,8 @@ import pytest
 
 import gymllm
 import gymllm_envs
-from gymllm.errors import ConfigError, UnknownNameError
-from gymllm.registration import check_id, load_plugins, make
+from gymllm.errors import ConfigError, MissingExtraError, UnknownNameError
+from gymllm.registration import PROVIDERS, check_id, load_plugins, make
 from gymllm.spaces import Unicode
 
 ENV_ID = "gymllm/FrozenLake-v0"
@@ -105,17 +105,17 @@ def test_an_env_that_raises_while_it_is_made_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "env_id",
+    ("env_id", "action"),
     [
-        "CartPole-v1",
-        "FrozenLake-v1",
-        "Taxi-v4",
-        "CliffWalking-v1",
-        "Blackjack-v1",
-        "MountainCar-v0",
+        ("CartPole-v1", "left"),
+        ("FrozenLake-v1", "down"),
+        ("Taxi-v4", "south"),
+        ("CliffWalking-v1", "up"),
+        ("Blackjack-v1", "stick"),
+        ("MountainCar-v0", "coast"),
     ],
 )
-def test_any_stock_id_is_played_in_text(env_id: str) -> None:
+def test_any_stock_id_is_played_in_text(env_id: str, action: str) -> None:
     if env_id not in gymnasium.registry:
         pytest.skip(f"this Gymnasium has no {env_id}")
     with warnings.catch_warnings():
@@ -124,11 +124,19 @@ def test_any_stock_id_is_played_in_text(env_id: str) -> None:
     observation, _ = env.reset(seed=0)
     assert observation in env.observation_space
     assert env.action_space == Unicode()
-    assert observation.startswith(f"You are playing {env_id}.\nAnswer with ")
-    observation, _, _, _, info = env.step("I choose 1.")
-    assert info["invalid_action"] is False
+    assert observation.startswith(f"You are playing {env_id}.\n")
     assert env.step("nothing to read")[4]["invalid_action"] is True
+    assert env.step(f"I choose {action}.")[4]["invalid_action"] is False
     env.close()
+
+
+def test_packages_of_known_ids_are_imported_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROVIDERS, "Nowhere-", ("no_such_package", "nowhere"))
+    with pytest.raises(MissingExtraError, match=r'pip install "gymllm-envs\[nowhere\]"'):
+        make("Nowhere-v0")
+    with pytest.raises(UnknownNameError, match="Did you mean MiniGrid-Empty-5x5-v0"):
+        check_id("MiniGrid-Empy-5x5-v0")
+    check_id("MiniGrid-Empty-5x5-v0")
 
 
 def test_text_envs_are_not_wrapped_again() -> None:
