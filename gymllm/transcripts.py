@@ -110,6 +110,12 @@ def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
         file.writelines(to_json(trajectory) + "\n" for trajectory in trajectories)
 
 
+def append_jsonl(path: Path, trajectory: Trajectory) -> None:
+    """Adds one line to a file of trajectories, which is made if need be."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(to_json(trajectory) + "\n")
+
+
 def read_jsonl(path: Path) -> Iterator[Trajectory]:
     """Every trajectory of a file, in its order; a last line torn by a crash is left out.
 

@@ -14,7 +14,7 @@ from gymllm.errors import ConfigError
 from gymllm.ledger import Segment
 from gymllm.task import Task
 from gymllm.trajectory import Ending, Message, Trajectory, Turn
-from gymllm.transcripts import from_json, read_jsonl, to_json, write_html, write_jsonl
+from gymllm.transcripts import append_jsonl, from_json, read_jsonl, to_json, write_html, write_jsonl
 
 NASTY = '</pre><script>alert("1")</script>&amp; \u2028 <|im_end|> é\x00 {title} \'"'
 
@@ -172,3 +172,12 @@ def test_text_that_no_encoding_holds_is_written(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [surrogate])
     (read,) = read_jsonl(tmp_path / "a.jsonl")
     assert read.messages == surrogate.messages
+
+
+def test_appended_lines_come_after_those_that_are_there(tmp_path):
+    path = tmp_path / "a.jsonl"
+    append_jsonl(path, make_trajectory(member=2))
+    write_jsonl(tmp_path / "b.jsonl", [make_trajectory(member=2)])
+    assert path.read_text() == (tmp_path / "b.jsonl").read_text()
+    append_jsonl(path, make_trajectory(member=0))
+    assert [trajectory.member for trajectory in read_jsonl(path)] == [2, 0]
