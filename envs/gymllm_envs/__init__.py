@@ -7,6 +7,8 @@ its environments is made. Every id's module has the environment class and `make_
 
 from __future__ import annotations
 
+import importlib
+
 import gymnasium
 
 ENVIRONMENTS: dict[str, str] = {
@@ -18,11 +20,10 @@ ENVIRONMENTS: dict[str, str] = {
 
 def register() -> None:
     """Registers every environment that is not registered yet, and how those of others look in text."""
-    # First whole: importing gymllm comes back here to load the plug-in.
-    import gymllm.adapters
+    # gymllm is imported first and whole, because its import comes back here to load this plug-in.
+    importlib.import_module("gymllm")
     from gymllm_envs.describers import register_describers
 
-    assert gymllm.adapters
     register_describers()
     for env_id, entry_point in ENVIRONMENTS.items():
         if env_id not in gymnasium.registry:

@@ -33,11 +33,16 @@ PLAYED = {
 """Ids, and actions that can be read."""
 
 
-@pytest.mark.parametrize("env_id", PLAYED)
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        pytest.param(env_id, marks=pytest.mark.slow if env_id.startswith("ALE/") else ())
+        for env_id in PLAYED
+    ],
+)
 def test_works_out_of_the_box(env_id: str) -> None:
     make_env = functools.partial(gymnasium.make, "gymllm/Gym-v0", env_id=env_id)
-    steps = 3 if env_id.startswith("ALE/") else 15  # comparing screens takes its time
-    check_env_conformance(make_env, actions=("?", *PLAYED[env_id]), longest_episode=steps)
+    check_env_conformance(make_env, actions=("?", *PLAYED[env_id]), longest_episode=15)
     env = make_env()
     check_env(env.unwrapped, skip_render_check=True)
     env.close()
