@@ -2,7 +2,8 @@
 
 A frame is a page of monospaced text, 70 characters wide and 24 lines high. It is drawn character by
 character on a grid, because only so do lines stay aligned in any font: a wide character (Chinese, emoji)
-takes two places and a combining mark none. What is too long shows its end, where the news is.
+takes two places and a combining mark none. Scripts that run from right to left are drawn as they are stored.
+What is too long shows its end, where the news is.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, SupportsFloat, TypeVar
 
 import gymnasium
+from gymnasium.error import ResetNeeded
 from gymnasium.utils import RecordConstructorArgs
 
 from gymllm.errors import ConfigError
@@ -22,7 +23,8 @@ class TimeLimit(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorArgs):
     `info["truncated_by"]` is then "turns", "tokens" or "wall_clock"; where one step reaches several, the
     first in this order. An episode that ends by itself at that step keeps its own ending. Limits are looked
     at after each step: one that is under way is never interrupted (the pool's `step_timeout_s` does that),
-    and a first observation that alone is over `max_tokens` ends the episode after its first step.
+    and a first observation that alone is over `max_tokens` ends the episode after its first step. A step
+    after the limit raises `gymnasium.error.ResetNeeded`.
     """
 
     def __init__(
@@ -75,22 +77,26 @@ class TimeLimit(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorArgs):
         self._count_tokens = count_tokens
         self._clock = clock or time.monotonic
         self._turns, self._tokens, self._started_s = 0, 0, 0.0
+        self._over = ""
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Obs, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed, options=options)
-        self._turns, self._tokens = 0, self._count(observation)
+        self._turns, self._tokens, self._over = 0, self._count(observation), ""
         self._started_s = self._clock()
         return observation, info
 
     def step(self, action: Act) -> tuple[Obs, SupportsFloat, bool, bool, dict[str, Any]]:
+        if self._over:
+            raise ResetNeeded(f"The episode was truncated by {self._over}; call reset() first.")
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._turns += 1
         self._tokens += self._count(action) + self._count(observation)
         reached = self._reached()
         if reached and not (terminated or truncated):
-            truncated, info = True, {**info, "truncated_by": reached}
+            truncated, self._over = True, reached
+            info = {**info, "truncated_by": reached}
         return observation, reward, terminated, truncated, info
 
     def _count(self, text: TextOrMessage) -> int:

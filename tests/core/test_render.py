@@ -259,3 +259,18 @@ def test_gymnasium_records_a_video_and_statistics(tmp_path: Path) -> None:
 def test_gymnasium_records_statistics_without_rendering() -> None:
     info = play(RecordEpisodeStatistics(Countdown()))
     assert (info["episode"]["r"], info["episode"]["l"]) == (3.0, 3)
+
+
+def test_a_registered_environment_is_recorded_as_it_is_played(tmp_path: Path) -> None:
+    moviepy = pytest.importorskip("moviepy")
+    made = gymnasium.make("gymllm/FrozenLake-v0", render_mode="rgb_array", max_turns=2)
+    env = RecordEpisodeStatistics(RecordVideo(made, str(tmp_path / "videos")))
+    observation, _ = env.reset(seed=3)
+    np.testing.assert_array_equal(env.render(), draw(observation))
+    env.step("nothing")
+    *_, truncated, info = env.step("nothing")
+    env.close()
+    assert truncated
+    assert info["episode"]["l"] == 2
+    with moviepy.VideoFileClip(str(tmp_path / "videos" / "rl-video-episode-0.mp4")) as video:
+        assert video.n_frames == 3

@@ -5,6 +5,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.error import ResetNeeded
 
 from gymllm.errors import ConfigError
 from gymllm.spaces import Message, Unicode, message
@@ -109,6 +110,14 @@ def test_an_ending_of_its_own_is_kept() -> None:
     env.reset()
     assert env.step("end") == ("end", 1.0, True, False, {})
     assert endings(env, ["cut"]) == ["its own"]
+
+
+def test_step_after_the_limit_raises() -> None:
+    env = TimeLimit(Echo(), max_turns=1)
+    assert endings(env, ["a"]) == ["turns"]
+    with pytest.raises(ResetNeeded, match="truncated by turns"):
+        env.step("a")
+    assert endings(env, ["a"]) == ["turns"]
 
 
 @pytest.mark.parametrize(
