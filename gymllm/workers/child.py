@@ -16,12 +16,13 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, cast
 
 import gymnasium
 
-from gymllm.bridge import run_sync
+from gymllm.bridge import Finished, start_sync
 from gymllm.workers.frames import NOTHING, FrameReader, encode, send
 from gymllm.workers.worker import EnvFacts, MakeEnv, invoke
 
@@ -106,52 +107,60 @@ def serve_one(seat: Seat) -> None:
 
 async def serve_many(seats: list[Seat]) -> None:
     """Serves several environments on one event loop until the pool hangs up."""
-    async with asyncio.TaskGroup() as group:
-        for seat in seats:
-            seat.socket.setblocking(False)
-            group.create_task(_serve_on_loop(seat))
+    ended = asyncio.Event()
+    for seat in seats:
+        seat.socket.setblocking(False)
+        _OnLoop(seat, asyncio.get_running_loop(), ended)
+    await ended.wait()
 
 
-async def _serve_on_loop(seat: Seat) -> None:
-    loop = asyncio.get_running_loop()
-    running: asyncio.Task[None] | None = None
-    readable = asyncio.Event()
-    loop.add_reader(seat.socket.fileno(), readable.set)
-    try:
-        while True:
-            request = seat.reader.read()
-            if request is NOTHING:
-                readable.clear()
-                await readable.wait()
-            elif cast("Request", request)[0] == CANCEL:
-                if running is not None:
-                    running.cancel()
-            else:
-                running = loop.create_task(_answer(seat, cast("Request", request)))
-    except EOFError:
-        return
-    finally:
-        loop.remove_reader(seat.socket.fileno())
-        if running is not None:
-            running.cancel()
+class _OnLoop:
+    """Serves one of several environments; what does not have to wait is answered on the spot."""
 
+    def __init__(self, seat: Seat, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+        self._seat, self._loop, self._ended = seat, loop, ended
+        self._running: asyncio.Task[None] | None = None
+        loop.add_reader(seat.socket.fileno(), self._on_readable)
 
-async def _answer(seat: Seat, request: Request) -> None:
-    try:
-        answer = ok(await run_sync(seat.serve, *request))
-    except BaseException as error:
-        answer = raised(error)
-    loop = asyncio.get_running_loop()
-    while answer:
+    def _on_readable(self) -> None:
         try:
-            answer = send(seat.socket, answer)
+            while (request := self._seat.reader.read()) is not NOTHING:
+                self._take(cast("Request", request))
+        except (EOFError, OSError):
+            self._loop.remove_reader(self._seat.socket.fileno())
+            self._ended.set()  # the pool closes all of them or none
+
+    def _take(self, request: Request) -> None:
+        if request[0] == CANCEL:
+            if self._running is not None:
+                self._running.cancel()
+            return
+        try:
+            started = start_sync(self._seat.serve, *request)
+        except BaseException as error:
+            self._send(raised(error))
+        else:
+            if isinstance(started, Finished):
+                self._send(ok(started.value))
+            else:
+                self._running = self._loop.create_task(self._wait(started))
+
+    async def _wait(self, started: Coroutine[object, object, object]) -> None:
+        try:
+            answer = ok(await started)
+        except BaseException as error:
+            answer = raised(error)
+        self._send(answer)
+
+    def _send(self, answer: list[memoryview]) -> None:
+        self._loop.remove_writer(self._seat.socket.fileno())
+        try:
+            while answer:
+                answer = send(self._seat.socket, answer)
         except BlockingIOError:
-            writable = asyncio.Event()
-            loop.add_writer(seat.socket.fileno(), writable.set)
-            try:
-                await writable.wait()
-            finally:
-                loop.remove_writer(seat.socket.fileno())
+            self._loop.add_writer(self._seat.socket.fileno(), self._send, answer)
+        except OSError:
+            return  # the pool is gone, which the reader will see
 
 
 def _end_with_the_pool(life: int) -> None:

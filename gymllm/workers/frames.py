@@ -15,6 +15,8 @@ from typing import Any
 
 _COUNT = struct.Struct("<I")
 """Parts of a frame: the pickle and its buffers."""
+_PLAIN = struct.Struct("<IQ")
+"""The header of a frame that is a pickle alone, as most are: 1 and its length."""
 LARGE_BYTES = 32_768
 """Buffers from this size on travel beside the pickle."""
 _CHUNK = 65_536
@@ -40,6 +42,8 @@ def encode(value: object) -> list[memoryview]:
         return False
 
     body = pickle.dumps(value, protocol=5, buffer_callback=in_band)
+    if not large:
+        return [memoryview(_PLAIN.pack(1, len(body)) + body)]
     parts = [buffer.raw() for buffer in large]
     lengths = struct.pack(f"<{1 + len(parts)}Q", len(body), *(part.nbytes for part in parts))
     return [memoryview(_COUNT.pack(1 + len(parts)) + lengths + body), *parts]
@@ -52,7 +56,7 @@ def send(sock: socket.socket, parts: list[memoryview]) -> list[memoryview]:
         BlockingIOError: Nothing can be sent now.
         OSError: The other side is gone.
     """
-    sent = sock.sendmsg(parts[:_MOST_PARTS_SENT])
+    sent = sock.send(parts[0]) if len(parts) == 1 else sock.sendmsg(parts[:_MOST_PARTS_SENT])
     left: list[memoryview] = []
     for part in parts:
         if sent >= part.nbytes:
@@ -93,9 +97,18 @@ class FrameReader:
                     received = self._socket.recv_into(self._chunk)
                     if received == 0:
                         raise EOFError
+                    if not self._head and self._is_plain(received):
+                        return pickle.loads(self._chunk[_PLAIN.size : received])
                     self._head += self._chunk[:received]
             except BlockingIOError:
                 return NOTHING
+
+    def _is_plain(self, received: int) -> bool:
+        """Whether what has just come is one whole frame without buffers."""
+        if received < _PLAIN.size:
+            return False
+        count, length = _PLAIN.unpack_from(self._chunk)
+        return count == 1 and received == _PLAIN.size + length
 
     def _parse_head(self) -> bool:
         head = self._head
