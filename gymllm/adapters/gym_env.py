@@ -72,7 +72,7 @@ def make_vector(
     num_envs: int = 1,
     *,
     env_id: str | None = None,
-    worker: str = "inline",
+    worker: str | None = None,
     autoreset_mode: AutoresetMode | str = AutoresetMode.DISABLED,
     **kwargs: Any,
 ) -> EnvPool:

@@ -65,7 +65,8 @@ def register_describer(
     """Says how some environments are played in text; what is left out is as by default.
 
     An id counts before a class, and the class nearest to the environment's own first. Of patterns that
-    fit, the last registered counts. Registering the same id or class again replaces what was there.
+    fit, the last registered counts. Registering the same id or class again replaces what was there. Call it
+    where the environments are registered, so that worker processes do too.
 
     Args:
         env_id: Which: an id, or a pattern with `*` and `?` ("MiniGrid-*").
