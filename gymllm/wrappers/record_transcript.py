@@ -74,9 +74,7 @@ class RecordTranscript(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorA
         started = time.perf_counter_ns()
         try:
             result = self.env.step(action)
-        except (
-            BaseException
-        ) as error:  # cancellation too: so ends a step that the pool's limit broke off
+        except BaseException as error:  # cancellation too: the pool's limit ends a step so
             self._end(Ending.FAILED, f"{type(error).__name__}: {error}", as_read(action))
             raise
         observation, reward, terminated, truncated, info = result

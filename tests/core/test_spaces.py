@@ -198,6 +198,8 @@ def test_sampled_messages_follow_the_seed_and_survive_json_pickle_and_copy() -> 
     assert kinds == {"text", "image"}
     revived = json_round_trip(first, samples)
     assert data_equivalence(samples, revived)
+    images = [p["image"] for s in revived for p in s["content"] if p["type"] == "image"]
+    assert all(image.flags.writeable for image in images)
     assert all(sample in first for sample in revived)
     assert data_equivalence(samples, pickle.loads(pickle.dumps(samples)))
     assert data_equivalence(copy.deepcopy(first).sample(), first.sample())
@@ -235,6 +237,9 @@ def test_batches_are_tuples_of_messages() -> None:
     assert sample in batched
     assert list(iterate(batched, sample)) == list(sample)
     assert concatenate(space, sample, create_empty_array(space, 3)) == tuple(sample)
+    one = Message(seed=1)
+    batch_differing_spaces([one, one]).seed(2)
+    assert data_equivalence(one.sample(), Message(seed=1).sample()), "the batch has copies"
     different = batch_differing_spaces([Message(), Message(images=False)])
     assert (message("user", PIXELS), message("user", "a")) in different
     assert (message("user", "a"), message("user", PIXELS)) not in different

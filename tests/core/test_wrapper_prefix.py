@@ -19,10 +19,10 @@ PICTURE = np.zeros((2, 2, 3), np.uint8)
 class Counter(gymnasium.Env[Any, Any]):
     """Says its step, in a text or in a message with a picture."""
 
-    def __init__(self, space: spaces.Space[Any] | None = None) -> None:
-        self.observation_space = space or Unicode(6)
-        self.action_space = Unicode(4)
-        self.steps = 0
+    def __init__(self, space: spaces.Space[Any] | None = None, *, length: int = 6) -> None:
+        self.observation_space = space or Unicode(length)
+        self.action_space = Unicode(length)
+        self.steps, self.length = 0, length
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
@@ -34,7 +34,7 @@ class Counter(gymnasium.Env[Any, Any]):
         return self._say(), 1.0, False, False, {}
 
     def _say(self) -> str | ChatMessage:
-        text = f"step {self.steps}"
+        text = f"step {self.steps}".ljust(self.length, ".")
         return text if is_unicode(self.observation_space) else message("tool", PICTURE, text)
 
 
@@ -105,9 +105,13 @@ def test_messages_get_a_text_part_before_theirs(wrap: Any) -> None:
 
 
 def test_longest_texts_lie_in_the_widened_space() -> None:
-    env = History(Counter(spaces.Text(6)), turns=3, turn="{observation}{observation}{action}|")
-    play(env, ["full"] * 5)
+    inner = Counter(spaces.Text(900), length=900)
+    env = History(inner, turns=3, turn="{observation}{observation}{action}|")
+    longest = play(env, ["a" * 900] * 5)[-1]
+    assert len(longest) > 3 * 3 * 900
     assert isinstance(env.observation_space, Unicode)
+    shot = FewShot(Counter(length=6), [("q" * 900, "a")])
+    assert shot.observation_space == Unicode(len(play(shot, [])[0]))
 
 
 def test_step_before_reset_raises() -> None:
