@@ -66,7 +66,8 @@ async def _go_on(bridge: _Bridge, answer: object) -> object:
         try:
             value = await cast("Awaitable[object]", answer)
         except BaseException as error:
-            answer = bridge.throw(error)
+            # Its traceback must be said: throw() would begin a new one.
+            answer = bridge.throw(type(error), error, error.__traceback__)
         else:
             answer = bridge.switch(value)
     return answer

@@ -286,7 +286,7 @@ def _part_from_json(part: dict[str, Any]) -> TextPart | ImagePart:
         raise ValueError(f"a part's type must be text or image, got {part['type']!r}")
     pixels = zlib.decompress(base64.b64decode(part["zlib"], validate=True))
     # A copy, because an array over bytes can't be written to.
-    image = np.frombuffer(pixels, np.uint8).reshape(part["shape"]).copy()
+    image = np.array(np.frombuffer(pixels, np.uint8).reshape(tuple(part["shape"])))
     return {"type": "image", "image": image}
 
 

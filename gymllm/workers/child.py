@@ -1,9 +1,8 @@
 """What runs in the process of a `ProcessWorker`: `python -m gymllm.workers.child`.
 
 One socket an environment. A request is `(method, args, kwargs)`, an answer is `("ok", value)` or
-`("raised", summary, traceback)`. One environment is served in the main thread, so that the pool can
-interrupt it (SIGINT raises `KeyboardInterrupt` in whatever it does); several share an event loop, so that
-those that wait asynchronously do so at the same time.
+`("raised", summary, traceback)`. Everything runs in the main thread, on one event loop: environments that
+share the process wait at the same time, and one that is alone can be interrupted in whatever it does.
 """
 
 from __future__ import annotations
@@ -16,19 +15,15 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Generator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import gymnasium
 
 from gymllm.bridge import Finished, start_sync
 from gymllm.workers.frames import NOTHING, FrameReader, encode, send
-from gymllm.workers.worker import EnvFacts, MakeEnv, invoke
-
-CANCEL = "cancel"
-"""Request that cancels the one before it; it is not answered."""
-Request = tuple[str, tuple[Any, ...], dict[str, Any]]
+from gymllm.workers.worker import CANCEL, EnvFacts, MakeEnv, Request, invoke
 
 
 class Seat:
@@ -73,54 +68,57 @@ def raised(error: BaseException) -> list[memoryview]:
 
 
 class Interrupts:
-    """SIGINT raises `KeyboardInterrupt`, but only while the environment runs."""
+    """SIGINT raises `KeyboardInterrupt` in the environment's code, and nowhere else."""
 
-    def __init__(self) -> None:
-        self.armed = False
-        signal.signal(signal.SIGINT, self._handle)
+    def __init__(self, *, wanted: bool) -> None:
+        """Takes the signal over.
+
+        Args:
+            wanted: False ignores it: where several environments run, it would hit any of them.
+        """
+        self._running = False
+        signal.signal(signal.SIGINT, self._handle if wanted else signal.SIG_IGN)
 
     def _handle(self, signum: int, frame: object) -> None:
-        if self.armed:
-            self.armed = False
+        if self._running:
+            self._running = False
             raise KeyboardInterrupt
 
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Around the environment's code."""
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
 
-def serve_one(seat: Seat) -> None:
-    """Serves one environment in this thread until the pool hangs up."""
-    interrupts = Interrupts()
-    with suppress(EOFError):
+    def over(self, rest: Coroutine[object, Any, object]) -> Generator[object, Any, object]:
+        """Awaits the rest of a call, with `running` around each of its steps."""
+        value, error = None, None
         while True:
-            request = cast("Request", seat.reader.read())
             try:
-                try:
-                    interrupts.armed = True
-                    value = seat.serve(*request)
-                finally:
-                    interrupts.armed = False
-            except BaseException as error:
-                answer = raised(error)
-            else:
-                answer = ok(value)
-            while answer:
-                answer = send(seat.socket, answer)
+                with self.running():
+                    waiting = rest.send(value) if error is None else rest.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            value, error = None, None
+            try:
+                value = yield waiting
+            except BaseException as thrown:
+                error = thrown
 
 
-async def serve_many(seats: list[Seat]) -> None:
-    """Serves several environments on one event loop until the pool hangs up."""
-    ended = asyncio.Event()
-    for seat in seats:
+class Server:
+    """Serves one environment; what does not have to wait is answered on the spot."""
+
+    def __init__(self, seat: Seat, interrupts: Interrupts, ended: asyncio.Event) -> None:
+        """Begins on the running loop; sets `ended` when the pool hangs up."""
+        self._seat, self._interrupts, self._ended = seat, interrupts, ended
+        self._loop = asyncio.get_running_loop()
+        self._call: asyncio.Task[None] | None = None
         seat.socket.setblocking(False)
-        _OnLoop(seat, asyncio.get_running_loop(), ended)
-    await ended.wait()
-
-
-class _OnLoop:
-    """Serves one of several environments; what does not have to wait is answered on the spot."""
-
-    def __init__(self, seat: Seat, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-        self._seat, self._loop, self._ended = seat, loop, ended
-        self._running: asyncio.Task[None] | None = None
-        loop.add_reader(seat.socket.fileno(), self._on_readable)
+        self._loop.add_reader(seat.socket.fileno(), self._on_readable)
 
     def _on_readable(self) -> None:
         try:
@@ -132,35 +130,58 @@ class _OnLoop:
 
     def _take(self, request: Request) -> None:
         if request[0] == CANCEL:
-            if self._running is not None:
-                self._running.cancel()
+            if self._call is not None:
+                self._call.cancel()
             return
         try:
-            started = start_sync(self._seat.serve, *request)
+            with self._interrupts.running():
+                started = start_sync(self._seat.serve, *request)
         except BaseException as error:
             self._send(raised(error))
         else:
             if isinstance(started, Finished):
                 self._send(ok(started.value))
             else:
-                self._running = self._loop.create_task(self._wait(started))
+                self._call = self._loop.create_task(self._wait(started))
 
-    async def _wait(self, started: Coroutine[object, object, object]) -> None:
+    async def _wait(self, rest: Coroutine[object, Any, object]) -> None:
         try:
-            answer = ok(await started)
+            answer = ok(await _Awaitable(self._interrupts.over(rest)))
         except BaseException as error:
             answer = raised(error)
         self._send(answer)
 
     def _send(self, answer: list[memoryview]) -> None:
-        self._loop.remove_writer(self._seat.socket.fileno())
         try:
             while answer:
                 answer = send(self._seat.socket, answer)
         except BlockingIOError:
-            self._loop.add_writer(self._seat.socket.fileno(), self._send, answer)
+            self._loop.add_writer(self._seat.socket.fileno(), self._send_rest, answer)
         except OSError:
             return  # the pool is gone, which the reader will see
+
+    def _send_rest(self, answer: list[memoryview]) -> None:
+        self._loop.remove_writer(self._seat.socket.fileno())
+        self._send(answer)
+
+
+class _Awaitable:
+    """A generator of what is waited for, to be awaited."""
+
+    def __init__(self, steps: Generator[object, Any, object]) -> None:
+        self._steps = steps
+
+    def __await__(self) -> Generator[object, Any, object]:
+        return self._steps
+
+
+async def serve(seats: list[Seat]) -> None:
+    """Serves environments until the pool hangs up."""
+    ended = asyncio.Event()
+    interrupts = Interrupts(wanted=len(seats) == 1)
+    servers = [Server(seat, interrupts, ended) for seat in seats]
+    await ended.wait()
+    del servers
 
 
 def _end_with_the_pool(life: int) -> None:
@@ -191,11 +212,7 @@ def main() -> None:
         _limit_memory(memory_limit_bytes)
     seats = [Seat(socket.socket(fileno=number)) for number in sockets]
     with suppress(ConnectionError):  # the pool hung up in the middle of an answer
-        if len(seats) == 1:
-            serve_one(seats[0])
-        else:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            asyncio.run(serve_many(seats))
+        asyncio.run(serve(seats))
 
 
 if __name__ == "__main__":

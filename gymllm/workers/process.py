@@ -25,9 +25,8 @@ import anyio
 import anyio.to_thread
 
 from gymllm.bridge import Finished, Reply, running_loop
-from gymllm.workers.child import CANCEL, Request
 from gymllm.workers.frames import NOTHING, FrameReader, encode, send
-from gymllm.workers.worker import EnvFacts, MakeEnv, RemoteError, WorkerDied
+from gymllm.workers.worker import CANCEL, EnvFacts, MakeEnv, RemoteError, Request, WorkerDied
 
 CANCEL_GRACE_S = 0.5
 """How long a cancelled call may take to clean up before its process is killed."""
@@ -427,14 +426,13 @@ class ProcessWorker:
         raise RemoteError(answer[1], answer[2])
 
     async def _cancel(self, process: EnvProcess, channel: Channel) -> None:
-        """Interrupts the call and waits a moment for it to clean up; else the process must go."""
+        """Cancels the call and waits a moment for it to clean up; else the process must go."""
         with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(CANCEL_GRACE_S):
-                if process.shares:
-                    await channel.post((CANCEL, (), {}))
-                else:
+            await channel.post((CANCEL, (), {}))
+            for interrupt in (False, True):
+                if interrupt and not process.shares:  # it does not wait, so it heard nothing yet
                     process.interrupt()
-                with contextlib.suppress(EOFError):
+                with anyio.move_on_after(CANCEL_GRACE_S / 2), contextlib.suppress(EOFError):
                     await channel.answer()
                     return
             self._healthy = False

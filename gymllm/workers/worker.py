@@ -85,6 +85,10 @@ class Worker(Protocol):
         ...
 
 
+Request = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""What a process is asked: method, arguments and keyword arguments."""
+CANCEL = "cancel"
+"""The method of a request that cancels the one before it; it is not answered."""
 CALL = "call"
 """The method name by which `invoke` reads, or calls, an attribute of the environment or a wrapper."""
 
