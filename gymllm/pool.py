@@ -329,10 +329,8 @@ class EnvPool(VectorFace):
                     finally:
                         group.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
-            if len(errors.exceptions) == 1:
-                error = errors.exceptions[0]  # a group of one would only hide which it is
-                raise error from error.__cause__
-            raise
+            first = errors.exceptions[0]  # several players may make the same mistake at once
+            raise first from (errors if len(errors.exceptions) > 1 else first.__cause__)
 
     async def _play(
         self,

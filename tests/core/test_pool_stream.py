@@ -1,0 +1,409 @@
+"""`EnvPool.episode`, `EnvPool.stream`, spare environments, starts in turn, and both event loops."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import cloudpickle
+import gymnasium
+import numpy as np
+import pytest
+
+import gymllm
+from gymllm.errors import ConfigError, EngineError, EnvCrashedError, UnknownNameError
+from gymllm.pool import LeasedEnv, Played, execution_of
+from gymllm.task import SeededTasks, Task
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the processes can't import this file
+
+LAKE = "gymllm/FrozenLake-v0"
+TASKS = SeededTasks(run_seed=5)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+class Walk(gymllm.Env):
+    """Five steps; the task's options say what goes wrong."""
+
+    def __init__(self, log: list[str] | None = None) -> None:
+        self.log: list[str] = [] if log is None else log
+
+    async def areset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        self._options, self._steps = options or {}, 0
+        self.log.append(f"reset {seed}")
+        await anyio.lowlevel.checkpoint()
+        if self._options.get("breaks") == "reset":
+            raise OSError("no server")
+        return str(self.np_random.integers(1_000_000)), {}
+
+    async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        await anyio.lowlevel.checkpoint()
+        self._steps += 1
+        if self._options.get("breaks") == "step":
+            raise KeyError("step")
+        text = f"{action} {self.np_random.integers(1_000_000)}"
+        return text, 1.0, self._steps == 5, False, {}
+
+
+async def walk(env: LeasedEnv, task: Task) -> list[str]:
+    """Plays to the end; every observation."""
+    seen = [str(env.observation)]
+    while True:
+        result = await env.step(f"go {len(seen)}")
+        seen.append(result.observation)
+        assert env.observation == result.observation
+        if result.terminated or result.truncated:
+            return seen
+
+
+def tasks(count: int, breaks: dict[int, str] | None = None) -> list[Task]:
+    breaks = breaks or {}
+    return [
+        Task(index=i, id=str(i), seed=i + 1, options={"breaks": breaks[i]} if i in breaks else {})
+        for i in range(count)
+    ]
+
+
+async def play_all(
+    pool: gymllm.EnvPool, given: Sequence[Task], **settings: Any
+) -> dict[int, Played[list[str]]]:
+    with anyio.fail_after(20):
+        async with pool.stream(given, walk, **settings) as ended:
+            return {played.task.index: played async for played in ended}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("worker", ["inline", "thread", "process"])
+async def test_episodes_are_the_same_whatever_runs_them(worker: str) -> None:
+    """Whatever the worker, how many there are and which loop: the seeds decide."""
+    alone = gymllm.EnvPool(Walk, 1)
+    expected = await play_all(alone, tasks(12))
+    await alone.aclose()
+    pool = gymllm.EnvPool(Walk, 3, worker=worker, envs_per_process=2)
+    try:
+        played = await play_all(pool, tasks(12))
+    finally:
+        await pool.aclose()
+    assert {i: p.result for i, p in played.items()} == {i: p.result for i, p in expected.items()}
+    assert pool.stats.resets == 12
+
+
+@pytest.mark.anyio
+async def test_an_episode_is_reset_for_its_task() -> None:
+    task = TASKS.task(3)
+    alone = gymnasium.make(LAKE)
+    pool = gymllm.EnvPool(LAKE, 1)
+    async with pool.episode(task) as env:
+        assert env.observation == alone.reset(seed=task.seed)[0]
+        assert (await env.step("down")).observation == alone.step("down")[0]
+    await pool.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_task_that_keeps_failing_is_set_aside_and_the_rest_goes_on() -> None:
+    pool = gymllm.EnvPool(Walk, 2)
+    played = await play_all(pool, tasks(8, {2: "reset", 5: "step"}), retries=1)
+    await pool.aclose()
+    assert sorted(played) == list(range(8))
+    for index, one in played.items():
+        if index in (2, 5):
+            assert isinstance(one.error, EnvCrashedError)
+            assert (one.result, one.tries) == (None, 2)
+        else:
+            assert one.error is None
+            assert one.tries == 1
+    assert pool.stats.crashes == 4
+
+
+@pytest.mark.anyio
+async def test_a_retry_plays_the_same_seed_on_a_new_environment() -> None:
+    log: list[str] = []
+    pool = gymllm.EnvPool(lambda: Walk(log), 1)
+    failures = iter([EngineError("no answer")])
+
+    async def play(env: LeasedEnv, task: Task) -> str:
+        for failure in failures:
+            raise failure
+        return str(env.observation)
+
+    async with pool.stream(tasks(1), play) as ended:
+        played = [one async for one in ended]
+    await pool.aclose()
+    assert log == ["reset 1", "reset 1"]
+    assert [(one.tries, one.error) for one in played] == [(2, None)]
+
+
+@pytest.mark.anyio
+async def test_what_playing_raises_besides_ends_the_stream() -> None:
+    pool = gymllm.EnvPool(Walk, 2)
+
+    async def play(env: LeasedEnv, task: Task) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    async def play_and_read() -> None:
+        async with pool.stream(tasks(3), play) as ended:
+            async for _ in ended:
+                pass
+
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        await play_and_read()
+    await pool.aclose()
+
+
+@pytest.mark.anyio
+async def test_tasks_are_taken_no_faster_than_the_stream_is_read() -> None:
+    taken: list[int] = []
+
+    def endless() -> Iterator[Task]:
+        index = 0
+        while True:
+            taken.append(index)
+            yield TASKS.task(index)
+            index += 1
+
+    pool = gymllm.EnvPool(Walk, 2)
+    async with pool.stream(endless(), walk) as ended:
+        await ended.receive()
+        await anyio.wait_all_tasks_blocked()
+        # Those in the stream's buffer, those that wait to get in, and the one that was read.
+        assert len(taken) <= 2 + 2 + 1 + 2
+    await pool.aclose()
+
+
+@pytest.mark.anyio
+async def test_environments_beyond_those_playing_are_reset_ahead() -> None:
+    log: list[str] = []
+    pool = gymllm.EnvPool(lambda: Walk(log), 4)
+    ahead: list[int] = []
+    playing = 0
+
+    async def play(env: LeasedEnv, task: Task) -> None:
+        nonlocal playing
+        playing += 1
+        assert playing == 1
+        await anyio.wait_all_tasks_blocked()
+        ahead.append(len(log) - task.index - 1)
+        playing -= 1
+
+    async with pool.stream(tasks(12), play, playing=1) as ended:
+        assert len([one async for one in ended]) == 12
+    await pool.aclose()
+    assert ahead[0] == 3
+    assert max(ahead) == 3
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"playing": 0}, "playing must be from 1 to num_envs = 2, got 0"),
+        ({"playing": 3}, "got 3"),
+        ({"retries": -1}, "retries must be >= 0, got -1"),
+    ],
+)
+async def test_wrong_settings_of_a_stream_are_refused(settings: Any, message: str) -> None:
+    pool = gymllm.EnvPool(Walk, 2)
+    with pytest.raises(ConfigError, match=message):
+        async with pool.stream(tasks(1), walk, **settings):
+            pass
+    await pool.aclose()
+
+
+class SlowStart(Walk):
+    """Counts those that are being made at once."""
+
+    lock = threading.Lock()
+    starting = most = made = 0
+    go_on = threading.Event()
+
+    def __init__(self) -> None:
+        super().__init__()
+        with self.lock:
+            SlowStart.starting += 1
+            SlowStart.most = max(self.most, self.starting)
+            SlowStart.made += 1
+        self.go_on.wait(5)
+        with self.lock:
+            SlowStart.starting -= 1
+
+
+@pytest.fixture
+def slow_start() -> type[SlowStart]:
+    SlowStart.starting = SlowStart.most = SlowStart.made = 0
+    SlowStart.go_on.clear()
+    return SlowStart
+
+
+@pytest.mark.anyio
+async def test_so_many_start_at_once_and_steps_do_not_wait_for_them(
+    slow_start: type[SlowStart],
+) -> None:
+    pool = gymllm.EnvPool(slow_start, 6, worker="thread", max_starts=2)
+    slow_start.go_on.set()
+    async with pool.lease() as running:
+        await running.reset()
+        slow_start.go_on.clear()
+
+        async def begin() -> None:
+            async with pool.lease() as env:
+                await env.reset()
+
+        async with anyio.create_task_group() as group:
+            for _ in range(5):
+                group.start_soon(begin)
+            while slow_start.made < 3:  # noqa: ASYNC110 - they are made in threads
+                await anyio.sleep(0.001)
+            assert (await running.step("x")).reward == 1.0
+            assert slow_start.made == 3
+            slow_start.go_on.set()
+    assert slow_start.most == 2
+    assert pool.stats.built == 6
+    await pool.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_start_has_a_limit_of_its_own(slow_start: type[SlowStart]) -> None:
+    pool = gymllm.EnvPool(slow_start, 1, worker="thread", start_timeout_s=0.05)
+    async with pool.lease() as env:
+        with pytest.raises(gymllm.errors.EnvTimeoutError, match=r"start: .* raise start_timeout_s"):
+            await env.reset()
+        slow_start.go_on.set()
+        await env.reset()
+    await pool.aclose()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("worker", ["inline", "thread", "process"])
+async def test_spares_are_made_ahead_and_take_the_place_of_broken_ones(worker: str) -> None:
+    pool = gymllm.EnvPool(Walk, 1, worker=worker, spares=2)
+    with anyio.fail_after(20):
+        async with pool:
+            while len(pool._supply._spares) < 2:  # noqa: ASYNC110 - nothing tells of it
+                await anyio.sleep(0.001)
+            assert pool.stats.built == 2
+            async with pool.lease() as env:
+                await env.reset(options={"breaks": "step"})
+                with pytest.raises(EnvCrashedError):
+                    await env.step("x")
+                await env.reset()
+            while len(pool._supply._spares) < 2:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+            assert pool.stats.built == 4
+            assert pool.stats.rebuilt == 1
+    assert pool.closed
+    assert pool._supply._spares == []
+
+
+@pytest.mark.anyio
+async def test_a_spare_that_cannot_be_made_is_told_to_whoever_needs_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def make() -> gymllm.Env:
+        raise OSError("no licence")
+
+    with anyio.fail_after(10):
+        async with gymllm.EnvPool(make, 1, spares=1) as pool:
+            await anyio.wait_all_tasks_blocked()
+            assert "a spare environment could not be made: OSError: no licence" in caplog.text
+            async with pool.lease() as env:
+                with pytest.raises(EnvCrashedError, match="start: raised OSError: no licence"):
+                    await env.reset()
+
+
+def test_where_an_environment_runs_is_its_classes_word() -> None:
+    class Blocks(Walk):
+        execution = "thread"
+
+    class Wrong(Walk):
+        execution = "threads"
+
+    assert execution_of(Walk) == "inline"
+    assert execution_of(Blocks) == "thread"
+    assert execution_of(lambda: Blocks()) == "inline"
+    assert execution_of(gymnasium.make) == "inline"
+    with pytest.raises(UnknownNameError, match=r"Unknown execution 'threads'.* mean thread"):
+        gymllm.EnvPool(Wrong, 1)
+
+
+# The vector face
+
+
+@pytest.mark.parametrize("worker", ["inline", "thread", "process"])
+def test_attributes_are_read_called_and_set(worker: str) -> None:
+    pool = gymllm.EnvPool("CartPole-v1", 2, worker=worker, text=False, envs_per_process=2)
+    try:
+        assert pool.get_attr("length") == (0.5, 0.5)
+        pool.set_attr("length", [0.25, 1.0])
+        assert pool.get_attr("length") == (0.25, 1.0)
+        pool.set_attr("length", 2.0)
+        assert pool.call("length") == (2.0, 2.0)
+        pool.reset(seed=3)
+        spec = pool.call("get_wrapper_attr", "spec")
+        assert [each.id for each in spec] == ["CartPole-v1"] * 2
+        with pytest.raises(ConfigError, match="expected 2 values of length, got 3"):
+            pool.set_attr("length", [1, 2, 3])
+        with pytest.raises(gymllm.errors.EnvBatchError, match="no_such"):
+            pool.get_attr("no_such")
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Blackjack-v1"])
+def test_any_spaces_are_batched_as_gymnasium_does(env_id: str, mode: str) -> None:
+    """Step by step what `SyncVectorEnv` answers, automatic resets and infos included."""
+    autoreset = gymnasium.vector.AutoresetMode(mode)
+    theirs = gymnasium.vector.SyncVectorEnv(
+        [lambda: gymnasium.make(env_id)] * 3, autoreset_mode=autoreset
+    )
+    ours = gymllm.EnvPool(env_id, 3, text=False, autoreset_mode=mode)
+    assert ours.observation_space == theirs.observation_space
+    assert ours.action_space == theirs.action_space
+    assert ours.single_observation_space == theirs.single_observation_space
+    assert ours.metadata["render_modes"] == theirs.metadata["render_modes"]
+    expected, got = theirs.reset(seed=7), ours.reset(seed=7)
+    theirs.action_space.seed(1)
+    for _ in range(60):
+        assert_same(got, expected)
+        action = theirs.action_space.sample()
+        expected, got = theirs.step(action), ours.step(action)
+    theirs.close()
+    ours.close()
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, tuple):
+        assert len(ours) == len(theirs)
+        for left, right in zip(ours, theirs, strict=True):
+            assert_same(left, right)
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert_same(ours[key], theirs[key])
+    elif isinstance(theirs, np.ndarray) and theirs.dtype == object:
+        assert len(ours) == len(theirs)
+        for left, right in zip(ours, theirs, strict=True):
+            assert_same(left, right)
+    else:
+        np.testing.assert_array_equal(ours, theirs)
+        assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
+
+
+def test_a_reset_mask_can_be_given_by_itself() -> None:
+    pool = gymllm.EnvPool(Walk, 3)
+    first, _ = pool.reset(seed=1)
+    again, _ = pool.reset(seed=11, reset_mask=np.array([False, True, False]))
+    assert again[::2] == first[::2]
+    assert again[1] == gymllm.EnvPool(Walk, 1).reset(seed=12)[0][0]
+    pool.close()
