@@ -21,7 +21,7 @@ from typing import Any
 
 import anyio
 import gymnasium
-from env_pool_faults import with_faults
+from env_pool_faults import run_with_faults
 from gymnasium.wrappers import OrderEnforcing, RecordEpisodeStatistics, TimeLimit
 from peers.cpu_time import cpu_s
 from peers.in_venv import run_in_venv
@@ -278,9 +278,9 @@ def fault_rows(table: Table, worker: str, count: int) -> None:
     """Rows of a run with faults, against one without."""
     kinds = ["raise"] * 5 + ["hang"] * 2 + ["kill"] * (worker == "process")
     faults = dict(enumerate(kinds))
-    anyio.run(with_faults, worker, SLOTS, SLOTS, {})  # what is made once for the process is no leak
-    clean = anyio.run(with_faults, worker, SLOTS, count, {})
-    run = anyio.run(with_faults, worker, SLOTS, count, faults)
+    run_with_faults(worker, SLOTS, SLOTS, {})  # what is made once for the process is no leak
+    clean = run_with_faults(worker, SLOTS, count, {})
+    run = run_with_faults(worker, SLOTS, count, faults)
     each = count // 100
     expected = {"EnvTimeoutError": 2 * each, "EnvCrashedError": (len(kinds) - 2) * each}
     expected["terminated"] = count - sum(expected.values())
@@ -336,7 +336,8 @@ def main() -> None:
     episode_rows(table, 1024 if quick else 4096)
     for worker in arguments.workers:
         if worker in WORKERS:
-            fault_rows(table, worker, 1000 if quick else 10_000)
+            few = 300 if worker == "process" else 1000  # a process takes a while to start
+            fault_rows(table, worker, few if quick else 10_000)
     if arguments.peers:
         peer_rows(table, arguments.venvs, quick)
     print(json.dumps({"rows": table.rows}))

@@ -51,9 +51,18 @@ class FaultRun:
     grown_mb: float
 
 
-async def with_faults(worker: str, slots: int, count: int, faults: dict[int, str]) -> FaultRun:
+def run_with_faults(worker: str, slots: int, count: int, faults: dict[int, str]) -> FaultRun:
     """Plays `count` episodes of five 20 ms steps; those in `faults` (by index % 100) break in the third."""
     before, memory = things_held(), memory_mb()
+    endings, rate = anyio.run(_play, worker, slots, count, faults)
+    gc.collect()
+    left = ", ".join(f"{number} {what}" for what, number in (things_held() - before).items())
+    return FaultRun(endings, rate, left or "nothing", memory_mb() - memory)
+
+
+async def _play(
+    worker: str, slots: int, count: int, faults: dict[int, str]
+) -> tuple[Counter[str], float]:
     pool, timeline = EnvPool(Faulty, slots, worker=worker, step_timeout_s=HANG_LIMIT_S), Timeline()
     played = await all_at_once(
         [
@@ -61,25 +70,19 @@ async def with_faults(worker: str, slots: int, count: int, faults: dict[int, str
             for i in range(count)
         ]
     )
-    taken = sum(t.ended_ns - t.started_ns for t in played) / 1e9
-    endings = Counter(t.reason.split(":", 1)[0] or str(t.ending) for t in played)
     await pool.aclose()
-    steps, hung = sum(len(t.turns) for t in played), endings["EnvTimeoutError"]
-    del played, pool, timeline
-    gc.collect()
-    return FaultRun(
-        endings=endings,
-        steps_a_slot_second=steps / (taken - hung * HANG_LIMIT_S),
-        left=", ".join(f"{n} {what}" for what, n in (things_held() - before).items()) or "nothing",
-        grown_mb=memory_mb() - memory,
-    )
+    endings = Counter(t.reason.split(":", 1)[0] or str(t.ending) for t in played)
+    taken = sum(t.ended_ns - t.started_ns for t in played) / 1e9
+    limits = endings["EnvTimeoutError"] * HANG_LIMIT_S
+    return endings, sum(len(t.turns) for t in played) / (taken - limits)
 
 
 def things_held() -> Counter[str]:
     """Counts of what a process can leak."""
-    threads = len(os.listdir("/proc/self/task"))
     return Counter(
-        threads=threads, descriptors=len(os.listdir("/proc/self/fd")), processes=len(descendants())
+        threads=len(os.listdir("/proc/self/task")),
+        descriptors=len(os.listdir("/proc/self/fd")),
+        processes=len(descendants()),
     )
 
 
