@@ -4,8 +4,10 @@
 
     env.py, spaces.py       Env: async methods, a real gymnasium.Env; Unicode: the space of any text
     bridge.py               synchronous wrappers on an event loop, async environments without one
-    adapters.py             TextAdapter: any Gymnasium environment in text
+    adapters/               TextAdapter: any Gymnasium environment in text; gymllm/Gym-v0
+    wrappers/, render.py    limits, transcripts, rubrics, few-shot; observations as pictures
     pool.py, workers/       EnvPool: many at once, no barrier; where they run, what happens when they break
+    vector.py               its other face, a gymnasium.vector.VectorEnv
     task.py, ledger.py      what is played and with which seed; the exact tokens of a conversation
     engine.py, agent.py     protocols: token ids in, token ids out; observations in, actions out
     trajectory.py           what an episode leaves behind
@@ -33,6 +35,7 @@ from gymllm.ledger import Segment as Segment
 from gymllm.ledger import TokenLedger as TokenLedger
 from gymllm.pool import EnvPool as EnvPool
 from gymllm.pool import LeasedEnv as LeasedEnv
+from gymllm.pool import Played as Played
 from gymllm.registration import load_plugins
 from gymllm.registration import make as make
 from gymllm.spaces import Unicode as Unicode
@@ -63,6 +66,7 @@ __all__ = [
     "Group",
     "LeasedEnv",
     "Message",
+    "Played",
     "PoolStats",
     "SamplingParams",
     "SeededTasks",

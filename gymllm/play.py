@@ -15,6 +15,7 @@ import gymnasium
 
 import gymllm
 from gymllm.errors import ConfigError, EnvCrashedError, EnvError, EnvTypeError
+from gymllm.spaces import TextOrMessage, text_of
 from gymllm.workers.slot import check_reset, check_step
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ def play(env: gymnasium.Env[str, str], *, seed: int | None) -> float:
     """
     observation, _ = _answer(env, "reset", check_reset, seed=seed)
     total, turns, ending = 0.0, 0, ""
-    print(observation, flush=True)
+    print(_shown(observation), flush=True)
     while not ending:
         _say("> ", end="")
         line = sys.stdin.readline()
@@ -79,7 +80,7 @@ def play(env: gymnasium.Env[str, str], *, seed: int | None) -> float:
             raise EOFError
         result = _answer(env, "step", check_step, line.rstrip("\n"))
         total, turns = total + result.reward, turns + 1
-        print(result.observation, flush=True)
+        print(_shown(result.observation), flush=True)
         _say(f"[turn {turns}: reward {result.reward:g}]")
         if result.terminated:
             ending = "Terminated"
@@ -108,6 +109,15 @@ def _answer(
         return check(answer)
     except EnvTypeError as problem:
         raise EnvTypeError(f"{name}: {method}: {problem}.") from None
+
+
+def _shown(observation: TextOrMessage) -> str:
+    """The observation's text; of an image, its size: a terminal shows no more of it."""
+    if isinstance(observation, str):
+        return observation
+    images = [part["image"].shape for part in observation["content"] if part["type"] == "image"]
+    lines = [text_of(observation), *(f"(an image of {h} x {w} pixels)" for h, w, _ in images)]
+    return "\n".join(line for line in lines if line)
 
 
 def _say(text: str, end: str = "\n") -> None:

@@ -56,7 +56,6 @@ class Arithmetic(Env):
     question; then the question counts as wrong.
     """
 
-    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  Gymnasium's own form
     waits = False
 
     def __init__(  # pyright: ignore[reportInconsistentConstructor]  Env.__new__ takes anything

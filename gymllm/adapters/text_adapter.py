@@ -87,13 +87,13 @@ class TextAdapter(Env):
         self.env = env
         self.render_mode = render_mode
         self.waits = isinstance(env.unwrapped, Env) and env.unwrapped.waits
-        self._describe = describer_for(env) if describe is None else text_describer(describe)
-        if self._describe.images:
-            self.observation_space = cast("Any", Message(roles=("user",)))
         names = action_names_for(env) if action_names is None and parse is None else action_names
         names = names or None
         self._names = tuple(names or ())
-        self._parse = parse or parser_for(env.action_space, names=names, rule=answer_rule)
+        self._given = describe, parse, answer_rule
+        self._make_functions()
+        if self._describe.images:
+            self.observation_space = cast("Any", Message(roles=("user",)))
         self._how = "" if parse else how_to_answer(env.action_space, names=names, rule=answer_rule)
         self._own_instructions = instructions
         self._invalid_reward = float(invalid_reward)
@@ -101,6 +101,20 @@ class TextAdapter(Env):
         self._turns = self._invalid = self._invalid_in_a_row = 0
         self._state: Parts = ()
         self._possible: Possible | None = None
+
+    def _make_functions(self) -> None:
+        describe, parse, rule = self._given
+        env, names = self.env, self._names or None
+        self._describe = describer_for(env) if describe is None else text_describer(describe)
+        self._parse = parse or parser_for(env.action_space, names=names, rule=rule)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the functions, which are made of the rest again."""
+        return {k: v for k, v in vars(self).items() if k not in ("_describe", "_parse")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._make_functions()
 
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -1,11 +1,13 @@
 """Ids, plug-ins, and making any environment a text environment."""
 
 import json
+import pickle
 import subprocess
 import sys
 import warnings
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import gymnasium.envs.registration
@@ -141,3 +143,36 @@ def test_packages_of_known_ids_are_imported_or_named(monkeypatch: pytest.MonkeyP
 
 def test_text_envs_are_not_wrapped_again() -> None:
     assert type(make(ENV_ID).unwrapped).__name__ == "FrozenLake"
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs"),
+    [
+        ("gymllm/FrozenLake-v0", {"size": 3}),
+        ("gymllm/Arithmetic-v0", {"questions": 9}),
+        ("gymllm/Gym-v0", {"env_id": "CartPole-v1"}),
+    ],
+)
+def test_an_environment_goes_through_pickle_in_mid_episode(env_id: str, kwargs: Any) -> None:
+    env = gymnasium.make(env_id, **kwargs)
+    env.reset(seed=3)
+    env.step("1")
+    copy = pickle.loads(pickle.dumps(env))
+    assert copy.spec == env.spec
+    for action in ("right", "0", "nonsense", "<action>1</action>"):
+        assert copy.step(action) == env.step(action)
+    assert copy.reset(seed=9)[0] == env.reset(seed=9)[0]
+
+
+def test_gymnasium_says_what_is_close() -> None:
+    with pytest.raises(gymnasium.error.NameNotFound, match="Did you mean: `FrozenLake`"):
+        gymnasium.make("gymllm/FrozenLak-v0")
+
+
+def test_make_vec_gives_the_pool() -> None:
+    pool = gymnasium.make_vec("gymllm/FrozenLake-v0", num_envs=64)
+    assert isinstance(pool, gymllm.EnvPool)
+    observations, _ = pool.reset(seed=1)
+    assert len(set(observations)) > 32
+    assert len(pool.step(["right"] * 64)[1]) == 64
+    pool.close()
