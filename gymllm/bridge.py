@@ -22,7 +22,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import anyio
 import greenlet
@@ -38,15 +39,16 @@ class _Bridge(greenlet.greenlet):
     """A greenlet that was started by `run_sync`; its parent awaits for it."""
 
 
-class Finished(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Finished(Generic[T]):
     """What a call returned that did not have to wait."""
 
-    value: object
+    value: T
 
 
 def start_sync(
-    function: Callable[P, object], *args: P.args, **kwargs: P.kwargs
-) -> Finished | Coroutine[object, object, object]:
+    function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> Finished[T] | Coroutine[object, Any, T]:
     """Calls a synchronous function that may wait by `await_only`, up to where it waits.
 
     Returns:
@@ -58,10 +60,10 @@ def start_sync(
     bridge = _Bridge(function, driver)
     bridge.gr_context = driver.gr_context
     answer = bridge.switch(*args, **kwargs)
-    return Finished(answer) if bridge.dead else _go_on(bridge, answer)
+    return Finished(cast("T", answer)) if bridge.dead else _go_on(bridge, answer)
 
 
-async def _go_on(bridge: _Bridge, answer: object) -> object:
+async def _go_on(bridge: _Bridge, answer: object) -> Any:
     while not bridge.dead:
         try:
             value = await cast("Awaitable[object]", answer)
@@ -80,7 +82,7 @@ async def run_sync(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     Cancellation is raised in the coroutine that the function waits for, then in the function.
     """
     started = start_sync(function, *args, **kwargs)
-    return cast("T", started.value if isinstance(started, Finished) else await started)
+    return started.value if isinstance(started, Finished) else await started
 
 
 def in_bridge() -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from gymllm.bridge import HomeLoop
+from gymllm.bridge import Finished, HomeLoop
 from gymllm.errors import ConfigError, EnvBatchError, EnvError
 from gymllm.workers import EnvFacts, Slot, StepResult
 from gymllm.workers.worker import CALL
@@ -117,7 +117,7 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         answers = self._home.run(
             self._gather(
                 {
-                    i: functools.partial(self._step_slot, i, action, reset_first=state.ended[i])
+                    i: functools.partial(self._begin_step, i, action, reset_first=state.ended[i])
                     for i, action in enumerate(actions)
                 }
             )
@@ -246,36 +246,56 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         return tuple(answers.values())
 
     async def _gather(
-        self, calls: Mapping[int, Callable[[], Awaitable[T]]]
+        self, calls: Mapping[int, Callable[[], Finished[T] | Coroutine[object, Any, T]]]
     ) -> dict[int, T | EnvError]:
         """Makes all calls at once; each one's answer or fault, in order."""
         answers: dict[int, T | EnvError] = {}
+        waiting: list[tuple[int, Coroutine[object, Any, T]]] = []
+        for index, call in calls.items():
+            begun = call()
+            if isinstance(begun, Finished):  # a task costs more than most steps
+                answers[index] = begun.value
+            else:
+                waiting.append((index, begun))
 
-        async def one(index: int, call: Callable[[], Awaitable[T]]) -> None:
+        async def one(index: int, rest: Coroutine[object, Any, T]) -> None:
             try:
-                answers[index] = await call()
+                answers[index] = await rest
             except EnvError as error:
                 answers[index] = error
 
-        async with anyio.create_task_group() as group:
-            for index, call in calls.items():
-                group.start_soon(one, index, call, name=f"{self.env_id} slot {index}")
+        if waiting:
+            async with anyio.create_task_group() as group:
+                for index, rest in waiting:
+                    group.start_soon(one, index, rest, name=f"{self.env_id} slot {index}")
         return {index: answers[index] for index in calls}
 
-    async def _step_slot(self, index: int, action: Any, *, reset_first: bool) -> StepResult:
+    def _begin_step(
+        self, index: int, action: Any, *, reset_first: bool
+    ) -> Finished[StepResult] | Coroutine[object, Any, StepResult]:
         slot = self._slots[index]
         if reset_first:
-            observation, info = await slot.reset()
-            return StepResult(
-                observation=observation, reward=0.0, terminated=False, truncated=False, info=info
-            )
-        result = await slot.step(action)
-        ended = result.terminated or result.truncated
-        if ended and self.autoreset_mode is AutoresetMode.SAME_STEP:
-            observation, info = await slot.reset()
-            final = {"final_obs": result.observation, "final_info": result.info}
-            return replace(result, observation=observation, info={**info, **final})
-        return result
+            return self._reset_instead(slot)
+        begun = slot.begin_step(action)
+        if self.autoreset_mode is AutoresetMode.SAME_STEP:
+            return self._reset_at_end(slot, begun)
+        return begun
+
+    async def _reset_instead(self, slot: Slot) -> StepResult:
+        observation, info = await slot.reset()
+        return StepResult(
+            observation=observation, reward=0.0, terminated=False, truncated=False, info=info
+        )
+
+    async def _reset_at_end(
+        self, slot: Slot, begun: Finished[StepResult] | Coroutine[object, Any, StepResult]
+    ) -> StepResult:
+        result = begun.value if isinstance(begun, Finished) else await begun
+        if not (result.terminated or result.truncated):
+            return result
+        observation, info = await slot.reset()
+        final = {"final_obs": result.observation, "final_info": result.info}
+        return replace(result, observation=observation, info={**info, **final})
 
     def _batch(self, observations: Sequence[Any]) -> Any:
         if self._text:

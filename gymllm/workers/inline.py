@@ -30,7 +30,9 @@ class InlineWorker:
         self._env = env = await run_sync(self._make_env)
         return EnvFacts.of(env)
 
-    def call(self, method: str, *args: object, **kwargs: object) -> Finished | Awaitable[object]:
+    def call(
+        self, method: str, *args: object, **kwargs: object
+    ) -> Finished[object] | Awaitable[object]:
         assert self._env is not None, "start() comes first"
         return start_sync(invoke, self._env, method, args, kwargs)
 

@@ -382,7 +382,9 @@ class ProcessWorker:
         self._process, self._channel = self._processes.take()
         return cast("EnvFacts", await self._ask("start", (made,), {}))
 
-    def call(self, method: str, *args: object, **kwargs: object) -> Finished | Awaitable[object]:
+    def call(
+        self, method: str, *args: object, **kwargs: object
+    ) -> Finished[object] | Awaitable[object]:
         if method == "reset" and self._process is not None:
             self._process.trim_log()
         return self._ask(method, args, kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, TypeVar, cast
@@ -95,8 +95,10 @@ class Slot:
                 self._worker, self._facts = spare
             else:
                 async with self._supply.turn:  # waited for outside the limit
-                    self._facts = await self._guarded(
-                        "start", self._limits.start_timeout_s, self._start_worker, _facts
+                    self._facts = await _end(
+                        self._guarded(
+                            "start", self._limits.start_timeout_s, self._start_worker, _facts
+                        )
                     )
             self._stats.rebuilt += self._was_built
             self._was_built = True
@@ -121,29 +123,40 @@ class Slot:
         worker = self._made("reset")
         self._stats.resets += 1
         given = dict(options) if options else None
-        return await self._guarded(
-            "reset",
-            self._limits.reset_timeout_s,
-            lambda: worker.call("reset", seed=seed, options=given),
-            lambda answer: check_reset(answer, text=self._text),
+        return await _end(
+            self._guarded(
+                "reset",
+                self._limits.reset_timeout_s,
+                lambda: worker.call("reset", seed=seed, options=given),
+                lambda answer: check_reset(answer, text=self._text),
+            )
         )
 
-    async def step(self, action: Any) -> StepResult:
+    def begin_step(self, action: Any) -> Finished[StepResult] | Coroutine[object, Any, StepResult]:
         """Takes one action.
 
-        Raises:
+        Returns:
+            The answer where nothing had to be waited for, else what to await for it, which raises:
+
             EnvError: It broke; the slot is empty and needs a reset.
             ClosedError: The slot was closed, perhaps meanwhile.
+
+        Raises:
+            ClosedError: The slot was closed.
             gymnasium.error.ResetNeeded: The slot is empty.
         """
         worker = self._made("step")
         self._stats.steps += 1
-        return await self._guarded(
+        return self._guarded(
             "step",
             self._limits.step_timeout_s,
             lambda: worker.call("step", action),
-            lambda answer: check_step(answer, text=self._text),
+            self._check_step,
         )
+
+    async def step(self, action: Any) -> StepResult:
+        """Takes one action. Raises as `begin_step` and what that returns."""
+        return await _end(self.begin_step(action))
 
     async def render(self) -> object:
         """What the environment's `render` returns. Raises as `step`."""
@@ -152,11 +165,13 @@ class Slot:
     async def call(self, method: str, *args: object, **kwargs: object) -> object:
         """What `workers.worker.invoke` returns, within the limit of a step. Raises as `step`."""
         worker = self._made(method)
-        return await self._guarded(
-            method,
-            self._limits.step_timeout_s,
-            lambda: worker.call(method, *args, **kwargs),
-            lambda answer: answer,
+        return await _end(
+            self._guarded(
+                method,
+                self._limits.step_timeout_s,
+                lambda: worker.call(method, *args, **kwargs),
+                lambda answer: answer,
+            )
         )
 
     async def aclose(self) -> None:
@@ -176,24 +191,45 @@ class Slot:
             raise ResetNeeded(self._say(method, "there is no environment: call reset() first"))
         return cast("Worker", self._worker)  # a closed slot's is never called
 
-    async def _guarded(
+    def _guarded(
         self,
         method: str,
         limit_s: float,
-        begin: Callable[[], Finished | Awaitable[object]],
+        begin: Callable[[], Finished[object] | Awaitable[object]],
         check: Callable[[object], T],
-    ) -> T:
-        """Runs one call within its limit; unless it is answered well, the environment is closed."""
+    ) -> Finished[T] | Coroutine[object, Any, T]:
+        """One call; what waits does so within its limit, and what goes wrong closes the environment.
+
+        A limit costs more than most steps, so there is one only where something waits.
+        """
         if self._closed:
             raise ClosedError(self._say(method, "the pool is closed"))
+        try:
+            started = begin()
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            return self._go_on(method, limit_s, error, check)
+        if not isinstance(started, Finished):
+            return self._go_on(method, limit_s, started, check)
+        try:
+            return Finished(check(started.value))
+        except EnvTypeError as error:
+            return self._go_on(method, limit_s, error, check)
+
+    async def _go_on(
+        self,
+        method: str,
+        limit_s: float,
+        started: Awaitable[object] | BaseException,
+        check: Callable[[object], T],
+    ) -> T:
+        """The rest of a call that has to wait, or has failed."""
         self._busy, healthy = True, False
         try:
-            started = self._begin(method, begin)
-            if isinstance(started, Finished):
-                value = started.value
-            else:  # a limit costs more than most steps, so there is one only where something waits
-                value = await self._limited(method, limit_s, started)
-            answer = check(value)
+            if isinstance(started, EnvTypeError):
+                raise started
+            if isinstance(started, BaseException):
+                raise self._crashed(method, started) from started
+            answer = check(await self._limited(method, limit_s, started))
             healthy = True
             return answer
         except EnvTypeError as error:
@@ -205,14 +241,6 @@ class Slot:
             self._busy = False
             if self._call_ended is not None:
                 self._call_ended.set()
-
-    def _begin(
-        self, method: str, begin: Callable[[], Finished | Awaitable[object]]
-    ) -> Finished | Awaitable[object]:
-        try:
-            return begin()
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            raise self._crashed(method, error) from error
 
     async def _limited(self, method: str, limit_s: float, operation: Awaitable[object]) -> object:
         """Waits for a call within its limit and says by the exception's type how it ended."""
@@ -254,6 +282,9 @@ class Slot:
             )
         )
 
+    def _check_step(self, answer: object) -> StepResult:
+        return check_step(answer, text=self._text)
+
     def _crashed(self, method: str, problem: BaseException) -> EnvCrashedError:
         self._stats.crashes += 1
         if isinstance(problem, WorkerDied):
@@ -280,6 +311,10 @@ class Slot:
         text = f"{self._env_id}: {method}: {what} (slot {self.index})."
         tail = self._worker.log_tail if self._worker is not None else ""
         return f"{text}\nThe last that its process printed:\n{tail}" if tail else text
+
+
+async def _end(begun: Finished[T] | Coroutine[object, Any, T]) -> T:
+    return begun.value if isinstance(begun, Finished) else await begun
 
 
 def _summary(problem: BaseException) -> str:

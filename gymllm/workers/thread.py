@@ -80,7 +80,9 @@ class ThreadWorker:
         assert isinstance(facts, EnvFacts), "that is what starting answers"
         return facts
 
-    def call(self, method: str, *args: object, **kwargs: object) -> Finished | Awaitable[object]:
+    def call(
+        self, method: str, *args: object, **kwargs: object
+    ) -> Finished[object] | Awaitable[object]:
         return self._ask(_Call(method, args, kwargs))
 
     async def aclose(self) -> None:

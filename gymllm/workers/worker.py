@@ -70,7 +70,9 @@ class Worker(Protocol):
         """Makes the environment. Called once, first."""
         ...
 
-    def call(self, method: str, *args: object, **kwargs: object) -> Finished | Awaitable[object]:
+    def call(
+        self, method: str, *args: object, **kwargs: object
+    ) -> Finished[object] | Awaitable[object]:
         """Calls a method of the environment, as `invoke` does; raises what that raises.
 
         Returns:
