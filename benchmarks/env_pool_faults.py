@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,9 @@ def run_with_faults(worker: str, slots: int, count: int, faults: dict[int, str])
     before, memory = things_held(), memory_mb()
     endings, rate = anyio.run(_play, worker, slots, count, faults)
     gc.collect()
+    deadline = time.monotonic() + 5
+    while things_held() - before and time.monotonic() < deadline:
+        time.sleep(0.05)  # anyio's threads end by themselves, soon after their loop
     left = ", ".join(f"{number} {what}" for what, number in (things_held() - before).items())
     return FaultRun(endings, rate, left or "nothing", memory_mb() - memory)
 
