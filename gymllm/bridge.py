@@ -36,7 +36,40 @@ STOP_LIMIT_S = 1.0
 
 
 class _Bridge(greenlet.greenlet):
-    """A greenlet that was started by `run_sync`; its parent awaits for it."""
+    """A greenlet that `run_sync` runs functions in, one after another; its parent awaits for it.
+
+    A new greenlet costs more than most steps of an environment, so they are used again.
+    """
+
+    def __init__(self, driver: greenlet.greenlet) -> None:
+        super().__init__(self._serve, driver)
+
+    def _serve(
+        self, function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        while True:
+            try:
+                done = Finished(function(*args, **kwargs))
+            except greenlet.GreenletExit:  # it is thrown away, call and all
+                raise
+            except BaseException as error:
+                done = _Raised(error)
+            del function, args, kwargs  # not kept until the next call
+            parent = self.parent
+            assert parent is not None, "the driver lives as long as its call"
+            function, args, kwargs = parent.switch(done)
+
+
+class _Free(threading.local):
+    """Bridges of this thread that wait for a call."""
+
+    def __init__(self) -> None:
+        self.bridges: list[_Bridge] = []
+
+
+_free = _Free()
+MOST_FREE = 64
+"""Idle bridges that are kept in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +77,11 @@ class Finished(Generic[T]):
     """What a call returned that did not have to wait."""
 
     value: T
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    error: BaseException
 
 
 def start_sync(
@@ -57,14 +95,33 @@ def start_sync(
         coroutine is around all of it.
     """
     driver = greenlet.getcurrent()
-    bridge = _Bridge(function, driver)
-    bridge.gr_context = driver.gr_context
-    answer = bridge.switch(*args, **kwargs)
-    return Finished(cast("T", answer)) if bridge.dead else _go_on(bridge, answer)
+    bridges = _free.bridges
+    if bridges:
+        bridge = bridges.pop()
+        bridge.parent = driver
+        bridge.gr_context = driver.gr_context
+        answer = bridge.switch((function, args, kwargs))
+    else:
+        bridge = _Bridge(driver)
+        bridge.gr_context = driver.gr_context
+        answer = bridge.switch(function, args, kwargs)
+    if isinstance(answer, Finished):
+        _keep(bridge)
+        return cast("Finished[T]", answer)
+    if isinstance(answer, _Raised):
+        _keep(bridge)
+        raise answer.error
+    return _go_on(bridge, answer)
+
+
+def _keep(bridge: _Bridge) -> None:
+    bridge.gr_context = None  # what the call left in it is not kept alive
+    if len(_free.bridges) < MOST_FREE:
+        _free.bridges.append(bridge)
 
 
 async def _go_on(bridge: _Bridge, answer: object) -> Any:
-    while not bridge.dead:
+    while True:
         try:
             value = await cast("Awaitable[object]", answer)
         except BaseException as error:
@@ -72,7 +129,12 @@ async def _go_on(bridge: _Bridge, answer: object) -> Any:
             answer = bridge.throw(type(error), error, error.__traceback__)
         else:
             answer = bridge.switch(value)
-    return answer
+        if isinstance(answer, Finished):
+            _keep(bridge)
+            return cast("Finished[object]", answer).value
+        if isinstance(answer, _Raised):
+            _keep(bridge)
+            raise answer.error
 
 
 async def run_sync(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

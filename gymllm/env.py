@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import gymnasium
 from gymnasium.error import ResetNeeded
 
 from gymllm.bridge import HomeLoop, finish
-from gymllm.errors import ClosedError, UnknownNameError
+from gymllm.errors import ClosedError, EnvTypeError, UnknownNameError
 from gymllm.render import draw, show
 from gymllm.spaces import Image, Unicode, text_of
 
 T = TypeVar("T")
 
+STEP_PARTS = ("observation", "reward", "terminated", "truncated", "info")
 RENDER_MODES = ("ansi", "human", "rgb_array")
 
 
@@ -96,11 +97,14 @@ class Env(gymnasium.Env[str, str], ABC):
 
         Raises:
             ClosedError: After `close`.
+            EnvTypeError: `areset` did not return an observation and an info.
         """
         self._check_open()
         super().reset(seed=seed)
         self._running = False
-        observation, info = self._drive(self.areset(seed=seed, options=options))
+        result = self._drive(self.areset(seed=seed, options=options))
+        self._check_answer("areset", result, ("observation", "info"))
+        observation, info = result
         self._running, self._observation = True, observation
         self._show()
         return observation, info
@@ -111,6 +115,7 @@ class Env(gymnasium.Env[str, str], ABC):
         Raises:
             ClosedError: After `close`.
             gymnasium.error.ResetNeeded: Before the first `reset`, or after the episode's end.
+            EnvTypeError: The action is no text, or `astep` did not return five things.
         """
         self._check_open()
         if not self._running:
@@ -118,8 +123,13 @@ class Env(gymnasium.Env[str, str], ABC):
                 f"{self._name} has no episode to step: it has not been reset, or its last step was "
                 "terminated or truncated. Call reset() first."
             )
+        if not isinstance(action, str) and isinstance(self.action_space, Unicode):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
+            raise EnvTypeError(
+                f"{self._name}: the action must be a str, got {action!r}: what an agent would write."
+            )
         self._running = False  # stays so if the step raises or is cancelled: its state is unknown
         result = self._drive(self.astep(action))
+        self._check_answer("astep", result, STEP_PARTS)
         observation, _, terminated, truncated, _ = result
         self._running, self._observation = not (terminated or truncated), observation
         self._show()
@@ -165,6 +175,15 @@ class Env(gymnasium.Env[str, str], ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self._name} was used after close(); make a new one.")
+
+    def _check_answer(self, method: str, answer: object, parts: tuple[str, ...]) -> None:
+        """That it can be unpacked, as every wrapper around does; a pool looks at the parts too."""
+        if not isinstance(answer, tuple) or len(cast("tuple[object, ...]", answer)) != len(parts):
+            shown = repr(cast("object", answer))
+            shown = shown if len(shown) <= 200 else f"{shown[:197]}..."
+            raise EnvTypeError(
+                f"{self._name}: {method} must return a tuple of {', '.join(parts)}, got {shown}."
+            )
 
     def _drive(self, coroutine: Coroutine[object, object, T]) -> T:
         return self._home.run(coroutine) if self.waits else finish(coroutine)

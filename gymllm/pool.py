@@ -33,6 +33,7 @@ from gymllm.workers import (
     EnvProcesses,
     InlineWorker,
     Limits,
+    LoopWatch,
     MakeEnv,
     PoolStats,
     ProcessWorker,
@@ -45,6 +46,8 @@ from gymllm.workers import (
 
 T = TypeVar("T")
 
+BLOCKED_AFTER_S = 5.0
+"""How long the loop of inline environments may stand still before it is said."""
 WORKERS = ("inline", "thread", "process")
 
 
@@ -238,6 +241,7 @@ class EnvPool(VectorFace):
             for index in range(num_envs)
         ]
         self._keeper: TaskGroup | None = None
+        self._watch: LoopWatch | None = None
         self._idle = self._slots[::-1]
         self._waiters: deque[_Waiter] = deque()
         self.closed = False
@@ -357,7 +361,7 @@ class EnvPool(VectorFace):
     async def __aenter__(self) -> Self:
         """Starts to keep `spares` ready."""
         self._check_open()
-        self._home.bind(f"the pool of {self.env_id}")
+        self._bind()
         self._keeper = await anyio.create_task_group().__aenter__()
         if self._supply.wants_spares:
             self._keeper.start_soon(self._supply.keep_ready, name=f"spares of {self.env_id}")
@@ -384,6 +388,9 @@ class EnvPool(VectorFace):
         Ends within `close_timeout_s`, about; idempotent.
         """
         self.closed = True
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
         while self._waiters:
             self._waiters.popleft().woken.set()
         with anyio.CancelScope(shield=True):
@@ -400,7 +407,7 @@ class EnvPool(VectorFace):
                 f"the pool of {self.env_id} is stepped as a vector environment, so nothing can be "
                 "leased from it; make another pool for that."
             )
-        self._home.bind(f"the pool of {self.env_id}")
+        self._bind()
         await checkpoint()
         self._check_open()
         if self._idle and not self._waiters:
@@ -431,6 +438,12 @@ class EnvPool(VectorFace):
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"the pool of {self.env_id} is closed; make a new one.")
+
+    def _bind(self) -> None:
+        """Makes the running loop the pool's."""
+        self._home.bind(f"the pool of {self.env_id}")
+        if self.worker == "inline" and self._watch is None and not self.closed:
+            self._watch = LoopWatch(self.env_id, limit_s=BLOCKED_AFTER_S)
 
     def _take_all(self) -> None:
         self._check_open()

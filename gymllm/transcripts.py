@@ -24,6 +24,7 @@ from gymllm.task import Task
 from gymllm.trajectory import Ending, Message, Trajectory, Turn
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
 
 
 def to_json(trajectory: Trajectory, **extra: int | float | str) -> str:
@@ -132,6 +133,11 @@ def read_jsonl(path: Path) -> Iterator[Trajectory]:
                 raise ConfigError(f"{path}, line {number}: {error}") from error
 
 
+def _escaped(text: str, *, quote: bool = False) -> str:
+    """For a page. Control characters, which a model may write, are shown as their pictures (U+2400)."""
+    return html.escape(_CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])), text), quote=quote)
+
+
 def write_html(
     path: Path,
     trajectories: Iterable[Trajectory],
@@ -149,13 +155,13 @@ def write_html(
     """
     shown = list(trajectories)
     endings = sorted({_ending(trajectory) for trajectory in shown})
-    options = "".join(f"<option>{html.escape(ending)}</option>" for ending in endings)
+    options = "".join(f"<option>{_escaped(ending)}</option>" for ending in endings)
     listed = "".join(
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+        f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd></div>"
         for name, value in (facts or {}).items()
     )
     page = _PAGE.format(
-        title=html.escape(title),
+        title=_escaped(title),
         style=_STYLE,
         script=_SCRIPT,
         facts=f"<dl>{listed}</dl>" if listed else "",
@@ -171,12 +177,12 @@ def _episode(trajectory: Trajectory) -> str:
     reward = "" if failed else f"{trajectory.reward:.3g}"
     tone = "bad" if failed else "good" if trajectory.reward > 0 else "none"
     messages = "".join(
-        f'<div class="message {html.escape(message.role, quote=True)}">'
-        f"<b>{html.escape(message.role)}</b><pre>{html.escape(message.content)}</pre></div>"
+        f'<div class="message {_escaped(message.role, quote=True)}">'
+        f"<b>{_escaped(message.role)}</b><pre>{_escaped(message.content)}</pre></div>"
         for message in trajectory.messages
     )
     rows = "".join(
-        f"<tr><td>{number}</td><td><code>{html.escape(turn.action)}</code>"
+        f"<tr><td>{number}</td><td><code>{_escaped(turn.action)}</code>"
         f"{' <em>not readable</em>' if turn.invalid_action else ''}</td>"
         f"<td>{turn.reward:.3g}</td><td>{turn.prompt_tokens}</td><td>{turn.generated_tokens}</td>"
         f"<td>{turn.tool_calls or ''}"
@@ -185,11 +191,11 @@ def _episode(trajectory: Trajectory) -> str:
         for number, turn in enumerate(trajectory.turns, start=1)
     )
     return (
-        f'<details data-ending="{html.escape(ending, quote=True)}"'
+        f'<details data-ending="{_escaped(ending, quote=True)}"'
         f' data-reward="{"" if failed else trajectory.reward}"><summary>'
         f'<span class="reward {tone}">{reward or "failed"}</span>'
-        f"<span>{html.escape(trajectory.task.id)} · member {trajectory.member}</span>"
-        f"<span>{html.escape(ending)}</span>"
+        f"<span>{_escaped(trajectory.task.id)} · member {trajectory.member}</span>"
+        f"<span>{_escaped(ending)}</span>"
         f"<span>{len(trajectory.turns)} turns · {trajectory.tokens} tokens, "
         f"{trajectory.generated_tokens} generated</span></summary>"
         f"{messages}<details><summary>turns</summary><div class=scroll><table><tr><th>turn"

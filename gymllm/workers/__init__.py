@@ -13,6 +13,7 @@ from gymllm.workers.slot import Slot as Slot
 from gymllm.workers.slot import StepResult as StepResult
 from gymllm.workers.supply import WorkerSupply as WorkerSupply
 from gymllm.workers.thread import ThreadWorker as ThreadWorker
+from gymllm.workers.watch import LoopWatch as LoopWatch
 from gymllm.workers.worker import EnvFacts as EnvFacts
 from gymllm.workers.worker import MakeEnv as MakeEnv
 from gymllm.workers.worker import Worker as Worker
@@ -22,6 +23,7 @@ __all__ = [
     "EnvProcesses",
     "InlineWorker",
     "Limits",
+    "LoopWatch",
     "MakeEnv",
     "PoolStats",
     "ProcessWorker",

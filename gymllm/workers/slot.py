@@ -251,6 +251,8 @@ class Slot:
             try:
                 return await operation
             except (Exception, SystemExit) as error:
+                if isinstance(error, EnvTypeError) and not scope.cancel_called:
+                    raise  # `Env` has looked at the answer already
                 if not scope.cancel_called and _cancellations() > cancellations:
                     # It answered its caller's cancellation with an exception of its own.
                     self._stats.cancelled += 1

@@ -14,7 +14,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeS
 
 import gymllm
 from gymllm.bridge import run_sync
-from gymllm.errors import ClosedError
+from gymllm.errors import ClosedError, EnvTypeError
 from gymllm.spaces import Unicode
 
 
@@ -190,3 +190,30 @@ def test_an_env_that_promises_not_to_wait_is_held_to_it() -> None:
 def test_abstract_methods_are_demanded() -> None:
     with pytest.raises(TypeError, match="astep"):
         type("Half", (gymllm.Env,), {"areset": Countdown.areset})()
+
+
+@pytest.mark.parametrize("answer", [None, "text", ("text", 1.0, False, False)])
+def test_an_answer_that_cannot_be_unpacked_is_named(answer: Any) -> None:
+    class Wrong(gymllm.Env):
+        async def areset(
+            self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        ) -> Any:
+            return answer if seed else ("text", {})
+
+        async def astep(self, action: str) -> Any:
+            return answer
+
+    env = Wrong()
+    with pytest.raises(EnvTypeError, match=r"Wrong: areset must return .*info, got (None|'text'|\()"):
+        env.reset(seed=1)
+    env.reset()
+    with pytest.raises(EnvTypeError, match="Wrong: astep must return a tuple of observation, reward"):
+        env.step("x")
+
+
+def test_an_action_that_is_no_text_is_refused_and_the_episode_goes_on() -> None:
+    env = gymnasium.make("gymllm/FrozenLake-v0")
+    env.reset(seed=0)
+    with pytest.raises(EnvTypeError, match="FrozenLake-v0: the action must be a str, got 3"):
+        env.unwrapped.step(3)
+    env.unwrapped.step("right")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -318,6 +319,30 @@ async def test_a_spare_that_cannot_be_made_is_told_to_whoever_needs_it(
             async with pool.lease() as env:
                 with pytest.raises(EnvCrashedError, match="start: raised OSError: no licence"):
                     await env.reset()
+
+
+@pytest.mark.anyio
+async def test_an_inline_environment_that_blocks_the_loop_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Blocks(Walk):
+        async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            until = time.monotonic() + 5
+            while "has stood still" not in caplog.text and time.monotonic() < until:
+                time.sleep(0.01)  # noqa: ASYNC251 - that is the mistake
+            return await super().astep(action)
+
+    monkeypatch.setattr("gymllm.pool.BLOCKED_AFTER_S", 0.1)
+    pool = gymllm.EnvPool(Blocks, 1)
+    async with pool.lease() as env:
+        await env.reset()
+        await env.step("x")
+    await pool.aclose()
+    (record,) = [r for r in caplog.records if r.name == "gymllm.workers.watch"]
+    assert "the event loop of Blocks has stood still for 0.1 s" in record.message
+    assert 'worker="thread"' in record.message
+    assert ", in astep\n    time.sleep(0.01)" in record.message
+    assert not any(thread.name == "gymllm-watch" for thread in threading.enumerate())
 
 
 def test_where_an_environment_runs_is_its_classes_word() -> None:

@@ -145,8 +145,9 @@ def test_page_shows_every_message_as_it_was(tmp_path):
     text = path.read_text()
     page = Page(text)
     assert page.tags.count("script") == 1, "nothing from a conversation runs"
-    # A parser reads U+0000 as U+FFFD; all else must come back.
-    assert [pre.replace("\ufffd", "\x00") for pre in page.pre] == [NASTY, "left"] * 2
+    shown = re.sub("[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), NASTY)
+    assert page.pre == [shown, "left"] * 2
+    assert not set(text) & set(map(chr, range(32))) - {"\n", "\t"}, "a text file, for every tool"
     assert ("data-ending", "truncated: max_turns") in page.attributes
     assert ("data-reward", "") in page.attributes, "a failed episode has no reward"
 
