@@ -12,11 +12,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-import anyio
-
 from gymllm.agent import Agent, AgentFactory, EpisodeContext
 from gymllm.engine import Engine
 from gymllm.errors import ConfigError, EngineError, EngineTimeoutError, EnvError
+from gymllm.limit import Limit
 from gymllm.task import Task
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Trajectory, Turn
@@ -111,7 +110,7 @@ async def run_episode(
     started = time.perf_counter_ns()
     ending, reason = Ending.TRUNCATED, "episode_timeout"
     try:
-        with anyio.move_on_after(limits.episode_timeout_s):
+        with Limit(limits.episode_timeout_s):
             ending, reason = await _play(env, agent, task, turns, limits, timeline, name)
     except (EnvError, EngineError) as error:
         ending, reason = Ending.FAILED, f"{type(error).__name__}: {error}"
@@ -144,16 +143,14 @@ async def _play(
     with timeline.span(name, "reset"):
         observation, _ = await env.reset(seed=task.seed, options=task.options or None)
     while True:
-        try:
-            with anyio.fail_after(limits.generate_timeout_s):
-                action = await agent.act(observation)
-        except TimeoutError as error:
-            if isinstance(error, EngineTimeoutError):
-                raise
+        action = None
+        with Limit(limits.generate_timeout_s):
+            action = await agent.act(observation)
+        if action is None:
             raise EngineTimeoutError(
                 f"the agent's turn took longer than limits.generate_timeout_s "
                 f"({limits.generate_timeout_s:g} s) in episode {name}; raise it or look at the engine."
-            ) from error
+            )
         if action.limit:
             return Ending.TRUNCATED, action.limit
         start = time.perf_counter_ns()

@@ -20,6 +20,7 @@ from gymnasium.error import ResetNeeded
 
 from gymllm.bridge import Finished, running_loop
 from gymllm.errors import ClosedError, EnvCrashedError, EnvTimeoutError, EnvTypeError
+from gymllm.limit import Limit
 from gymllm.workers.limits import Limits, PoolStats
 from gymllm.workers.supply import WorkerSupply
 from gymllm.workers.thread import ThreadWorker
@@ -246,8 +247,8 @@ class Slot:
         """Waits for a call within its limit and says by the exception's type how it ended."""
         problem: BaseException
         cancellations = _cancellations()
-        with anyio.CancelScope(deadline=anyio.current_time() + limit_s) as scope:
-            self._scope = scope
+        with Limit(limit_s) as limit:
+            scope = self._scope = limit.scope
             try:
                 return await operation
             except (Exception, SystemExit) as error:

@@ -204,10 +204,14 @@ def test_an_answer_that_cannot_be_unpacked_is_named(answer: Any) -> None:
             return answer
 
     env = Wrong()
-    with pytest.raises(EnvTypeError, match=r"Wrong: areset must return .*info, got (None|'text'|\()"):
+    with pytest.raises(
+        EnvTypeError, match=r"Wrong: areset must return .*info, got (None|'text'|\()"
+    ):
         env.reset(seed=1)
     env.reset()
-    with pytest.raises(EnvTypeError, match="Wrong: astep must return a tuple of observation, reward"):
+    with pytest.raises(
+        EnvTypeError, match="Wrong: astep must return a tuple of observation, reward"
+    ):
         env.step("x")
 
 
