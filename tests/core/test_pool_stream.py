@@ -341,7 +341,7 @@ async def test_an_inline_environment_that_blocks_the_loop_is_named(
     (record,) = [r for r in caplog.records if r.name == "gymllm.workers.watch"]
     assert "the event loop of Blocks has stood still for 0.1 s" in record.message
     assert 'worker="thread"' in record.message
-    assert ", in astep\n    time.sleep(0.01)" in record.message
+    assert ", in astep\n" in record.message
     assert not any(thread.name == "gymllm-watch" for thread in threading.enumerate())
 
 
