@@ -30,6 +30,7 @@ from gymllm.registration import check_id, make
 from gymllm.task import Task
 from gymllm.vector import VectorFace
 from gymllm.workers import (
+    MOST_SEATS,
     EnvProcesses,
     InlineWorker,
     Limits,
@@ -181,6 +182,8 @@ class EnvPool(VectorFace):
         """
         if num_envs < 1:
             raise ConfigError(f"num_envs must be >= 1, got {num_envs}.")
+        if envs_per_process > MOST_SEATS:
+            raise ConfigError(f"envs_per_process must be <= {MOST_SEATS}, got {envs_per_process}.")
         for name, least in (("max_starts", 1), ("spares", 0), ("envs_per_process", 1)):
             value = {
                 "max_starts": max_starts,

@@ -1,4 +1,4 @@
-"""What runs in the process of a `ProcessWorker`: `python -m gymllm.workers.child`.
+"""What runs in the process of a `ProcessWorker`.
 
 One socket an environment. A request is `(method, args, kwargs)`, an answer is `("ok", value)` or
 `("raised", summary, traceback)`. Everything runs in the main thread, on one event loop: environments that
@@ -13,13 +13,13 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import traceback
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import gymnasium
+import numpy as np
 
 from gymllm.bridge import Finished, start_sync
 from gymllm.workers.frames import NOTHING, FrameReader, encode, send
@@ -184,36 +184,21 @@ async def serve(seats: list[Seat]) -> None:
     del servers
 
 
-def _end_with_the_pool(life: int) -> None:
-    """Ends this process, and all it has started, once the pool's is gone, whatever it does then."""
-    os.read(life, 1)  # nothing is ever written: this returns at the end of the other side
-    os.killpg(0, signal.SIGKILL)
+def main(sockets: Sequence[int], memory_limit_bytes: int) -> None:
+    """Serves an environment a socket until the pool hangs up.
 
-
-def _limit_memory(limit_bytes: int) -> None:
-    import resource
-
-    which = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
-    resource.setrlimit(which, (limit_bytes, limit_bytes))
-
-
-def main() -> None:
-    """`child.py LIFE MEMORY_LIMIT SOCKET...`: descriptors, and bytes or 0."""
-    life, memory_limit_bytes, *sockets = (int(word) for word in sys.argv[1:])
-    original = os.environ.pop("GYMLLM_PYTHONPATH", None)
-    if (
-        original is None
-    ):  # ours brought the pool's sys.path; the environment's children get the user's
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = original
-    threading.Thread(target=_end_with_the_pool, args=(life,), daemon=True).start()
+    Args:
+        sockets: Descriptors.
+        memory_limit_bytes: How much data the process may hold; 0 is no limit.
+    """
     if memory_limit_bytes:
-        _limit_memory(memory_limit_bytes)
+        import resource
+
+        which = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
+        resource.setrlimit(which, (memory_limit_bytes, memory_limit_bytes))
+    np.random.seed()  # the global state, which forks would otherwise have in common
+    for number in sockets:
+        os.set_inheritable(number, False)
     seats = [Seat(socket.socket(fileno=number)) for number in sockets]
     with suppress(ConnectionError):  # the pool hung up in the middle of an answer
         asyncio.run(serve(seats))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """`ProcessWorker`: the environment runs in a process of its own, or shares one.
 
-The process is started clean (never forked from the pool's), in a session of its own. It ends with the pool
-whatever happens to either, and takes everything that the environment has started with it: by process group,
-and, for what has left that, by a mark in the environment variables that children inherit.
+The process is never forked from the pool's, which may hold threads and accelerators, but from a clean one,
+the nursery. It ends with the pool whatever happens to either, and everything that the environment has
+started ends with it.
 """
 
 from __future__ import annotations
@@ -11,84 +11,167 @@ import asyncio
 import contextlib
 import importlib
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import anyio
-import anyio.to_thread
 
 from gymllm.bridge import Finished, Reply, running_loop
 from gymllm.workers.frames import NOTHING, FrameReader, encode, send
+from gymllm.workers.nursery import FORK, KILL, MESSAGE, MOST_DESCRIPTORS, SIGNAL
 from gymllm.workers.worker import CANCEL, EnvFacts, MakeEnv, RemoteError, Request, WorkerDied
 
 CANCEL_GRACE_S = 0.5
 """How long a cancelled call may take to clean up before its process is killed."""
 EXIT_LIMIT_S = 1.0
 """How long a process that was told to end may take before it is killed."""
+_START_NURSERY = "from gymllm.workers.nursery import main; main()"
+MOST_SEATS = MOST_DESCRIPTORS - 1
+"""Environments that can share a process: their sockets are handed over at once."""
 LOG_TAIL_BYTES = 2_000
 LOG_LIMIT_BYTES = 4 << 20
 """A log that is longer is emptied at the next reset."""
-_MARK = "GYMLLM_WORKER"
-_MOST_ROUNDS = 100
+
+
+class NurseryHandle:
+    """The pool's side of a nursery."""
+
+    def __init__(self) -> None:
+        """Starts it; it takes messages at once and needs a moment to obey."""
+        self._control, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START_NURSERY, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is the pool's
+                env=_environ(),
+            )
+        finally:
+            theirs.close()
+        self._control.setblocking(False)
+        self._processes: dict[int, EnvProcess] = {}
+        self._unread = b""
+        self.is_down = False
+        self._loop = running_loop()
+        if self._loop is not None:
+            self._loop.add_reader(self._control.fileno(), self.read)
+
+    def fork(self, process: EnvProcess, descriptors: list[int], memory_limit_bytes: int) -> None:
+        """Has it fork a process that serves the sockets among the descriptors; the first is its log."""
+        self._processes[process.number] = process
+        message = MESSAGE.pack(FORK, process.number, memory_limit_bytes)
+        self._send(lambda: socket.send_fds(self._control, [message], descriptors))
+
+    def signal(self, process: EnvProcess, signum: int) -> None:
+        """Sends a signal to a process."""
+        self._send(lambda: self._control.send(MESSAGE.pack(SIGNAL, process.number, signum)))
+
+    def kill(self, process: EnvProcess) -> None:
+        """Kills a process and all that it has started."""
+        self._send(lambda: self._control.send(MESSAGE.pack(KILL, process.number, 0)))
+
+    def read(self) -> None:
+        """Takes what it has said. Called by the loop where that is asyncio's, else by those who wait."""
+        try:
+            while data := self._control.recv(4096):
+                self._unread += data
+        except BlockingIOError:
+            data = b"-"
+        except OSError:
+            data = b""
+        while len(self._unread) >= MESSAGE.size:
+            _, number, code = MESSAGE.unpack_from(self._unread)
+            self._unread = self._unread[MESSAGE.size :]
+            process = self._processes.pop(number, None)
+            if process is not None:
+                process.has_ended(code)
+        if not data:
+            self._go_down()
+
+    def _send(self, send: Callable[[], object]) -> None:
+        try:
+            send()
+        except OSError:
+            self._go_down()
+
+    def _go_down(self) -> None:
+        """It is gone, and with it all its processes."""
+        if self.is_down:
+            return
+        self.is_down = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._control.fileno())
+        processes, self._processes = self._processes, {}
+        for process in processes.values():
+            process.has_ended(None)
+
+    async def aclose(self) -> None:
+        """Ends it, and what is left of its processes."""
+        self._go_down()
+        self._control.close()
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(EXIT_LIMIT_S):
+                while self._process.poll() is None:  # noqa: ASYNC110 - portable, and only a moment
+                    await anyio.sleep(0.002)
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+
+
+def _environ() -> dict[str, str]:
+    """The nursery's environment variables: it must find all that this process can import."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environ = {**os.environ, "PYTHONPATH": path}
+    if "PYTHONPATH" in os.environ:
+        environ["GYMLLM_PYTHONPATH"] = os.environ["PYTHONPATH"]
+    # Threads of a BLAS don't survive a fork, and there are as many processes as the user wants busy.
+    environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    return environ
 
 
 class EnvProcess:
     """One process with room for some environments."""
 
-    def __init__(self, seats: int, *, memory_limit_bytes: int | None, mark: str) -> None:
+    def __init__(
+        self, number: int, seats: int, nursery: NurseryHandle, *, memory_limit_bytes: int | None
+    ) -> None:
         """Starts it.
 
         Args:
+            number: Its name between pool and nursery.
             seats: Environments it has room for.
+            nursery: Forks it.
             memory_limit_bytes: Its RLIMIT_DATA.
-            mark: What it and all that it starts carry in their environment variables.
         """
-        self._mark = mark
+        self.number, self._nursery = number, nursery
         self._log = tempfile.TemporaryFile(prefix="gymllm-worker-")  # noqa: SIM115 - until aclose
-        life, self._life = os.pipe()
         ours, theirs = zip(*(socket.socketpair() for _ in range(seats)), strict=True)
-        try:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "gymllm.workers.child"),
-                    *(str(life), str(memory_limit_bytes or 0)),
-                    *(str(end.fileno()) for end in theirs),
-                ],
-                pass_fds=(life, *(end.fileno() for end in theirs)),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,
-                env=self._environ(),
-            )
-        finally:
-            os.close(life)
-            for end in theirs:
-                end.close()
-        self.pid = self._process.pid
         self._channels: list[Channel] = [Channel(end) for end in ours]
         self.free: list[Channel] = list(self._channels)
-        self._reaped = False
-        self._watch = self._watch_death()
+        self.is_alive = True
+        self._code: int | None = None
+        self._closed = False
+        # Opened anew for appending, so that emptying the log leaves no hole before what follows.
+        log = os.open(f"/dev/fd/{self._log.fileno()}", os.O_WRONLY | os.O_APPEND)
+        try:
+            descriptors = [log, *(end.fileno() for end in theirs)]
+            nursery.fork(self, descriptors, memory_limit_bytes or 0)
+        finally:
+            os.close(log)
+            for end in theirs:
+                end.close()
 
-    def _environ(self) -> dict[str, str]:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        environ = {**os.environ, "PYTHONPATH": path, _MARK: self._mark}
-        if "PYTHONPATH" in os.environ:
-            environ["GYMLLM_PYTHONPATH"] = os.environ["PYTHONPATH"]
-        return environ
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it still runs."""
-        return self._process.poll() is None
+    def has_ended(self, code: int | None) -> None:
+        """It has ended, says the nursery: with this exit code, or None if that can't be known."""
+        self.is_alive, self._code = False, code
+        for channel in self._channels:
+            channel.hang_up()
 
     @property
     def shares(self) -> bool:
@@ -116,107 +199,41 @@ class EnvProcess:
 
     def interrupt(self) -> None:
         """Raises `KeyboardInterrupt` in the environment's code."""
-        if self.is_alive:
-            self._process.send_signal(signal.SIGINT)
+        self._nursery.signal(self, signal.SIGINT)
 
     def how_it_ended(self) -> str:
         """In words, for a process that has ended."""
-        code = self._process.returncode
-        if code is None:
+        if self._code is None:
             return "the environment's process no longer answers"
-        if code >= 0:
-            return f"the environment's process exited with status {code}"
+        if self._code >= 0:
+            return f"the environment's process exited with status {self._code}"
         try:
-            name = signal.Signals(-code).name
+            name = signal.Signals(-self._code).name
         except ValueError:
-            name = f"signal {-code}"
+            name = f"signal {-self._code}"
         hint = " (out of memory?)" if name == "SIGKILL" else ""
         return f"the environment's process was killed by {name}{hint}"
 
     async def wait_ended(self, limit_s: float) -> bool:
         """Waits until it has ended; False if it has not within the limit."""
         with anyio.move_on_after(limit_s):
-            while self.is_alive:  # noqa: ASYNC110 - portable; a moment at the end of a process
-                await anyio.sleep(0.002)
+            while self.is_alive:
+                self._nursery.read()
+                await anyio.sleep(0.001)
         return not self.is_alive
 
-    async def aclose(self) -> None:
-        """Ends it and all it has started: by asking, then by force. Idempotent."""
-        if self._reaped:
+    async def aclose(self, *, kill: bool = False) -> None:
+        """Ends it and all it has started: by asking, or by force. Idempotent."""
+        if self._closed:
             return
-        self._reaped = True
+        self._closed = True
         with anyio.CancelScope(shield=True):
             for channel in self._channels:
                 channel.close()
-            clean = await self.wait_ended(EXIT_LIMIT_S)
-            self._kill(everything=False)
-            if not clean:
-                await anyio.to_thread.run_sync(self._kill)
+            if kill or not await self.wait_ended(EXIT_LIMIT_S):
+                self._nursery.kill(self)
                 await self.wait_ended(EXIT_LIMIT_S)
-            self._unwatch()
-            os.close(self._life)
             self._log.close()
-
-    async def kill(self) -> None:
-        """Ends it and all it has started at once. Idempotent."""
-        if self._reaped:
-            return
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._kill)
-            await self.wait_ended(EXIT_LIMIT_S)
-
-    def _kill(self, everything: bool = True) -> None:
-        """Kills the process group and, with `everything`, whoever carries the mark elsewhere."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if everything:
-            _kill_marked(self._mark)
-
-    def _watch_death(self) -> int | None:
-        """Has the loop notice its death even if a child of it holds its sockets open."""
-        loop = running_loop()
-        if loop is None or not hasattr(os, "pidfd_open"):
-            return None
-        descriptor = os.pidfd_open(self.pid)
-        loop.add_reader(descriptor, self._died, loop, descriptor)
-        return descriptor
-
-    def _died(self, loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
-        loop.remove_reader(descriptor)
-        for channel in self._channels:
-            channel.hang_up()
-
-    def _unwatch(self) -> None:
-        descriptor, self._watch = self._watch, None
-        if descriptor is not None:
-            loop = running_loop()
-            if loop is not None:
-                loop.remove_reader(descriptor)
-            os.close(descriptor)
-
-
-def _kill_marked(mark: str) -> None:
-    """Kills every process that carries the mark, until none is left: they may be starting others."""
-    for _ in range(_MOST_ROUNDS):
-        found = _marked(mark)
-        if not found:
-            return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.001)
-
-
-def _marked(mark: str) -> set[int]:
-    """Processes whose mark begins so and that are not dead yet (Linux; elsewhere none is found)."""
-    wanted = f"{_MARK}={mark}".encode()
-    found: set[int] = set()
-    for name in os.listdir("/proc") if sys.platform == "linux" else ():
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-                if wanted in file.read():  # a zombie's is empty
-                    found.add(int(name))
-    return found
 
 
 class Channel:
@@ -309,8 +326,9 @@ class EnvProcesses:
     """Gives environments a seat: in a process with room, else in a new one."""
 
     def __init__(self, *, envs_per_process: int, memory_limit_bytes: int | None) -> None:
+        """Starts nothing yet."""
         self._seats, self._memory_limit_bytes = envs_per_process, memory_limit_bytes
-        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._nursery: NurseryHandle | None = None
         self._started = 0
         self._open: list[EnvProcess] = []
 
@@ -318,13 +336,12 @@ class EnvProcesses:
         """A free seat."""
         self._open = [process for process in self._open if process.is_alive and process.free]
         if not self._open:
+            if self._nursery is None or self._nursery.is_down:
+                self._nursery = NurseryHandle()
             self._started += 1
+            limit = self._memory_limit_bytes
             self._open.append(
-                EnvProcess(
-                    self._seats,
-                    memory_limit_bytes=self._memory_limit_bytes,
-                    mark=f"{self._mark}-{self._started}.",
-                )
+                EnvProcess(self._started, self._seats, self._nursery, memory_limit_bytes=limit)
             )
         process = self._open[0]
         return process, process.free.pop()
@@ -339,15 +356,13 @@ class EnvProcesses:
                 return
         if process in self._open:
             self._open.remove(process)
-        if not healthy:
-            await process.kill()
-        await process.aclose()
+        await process.aclose(kill=not healthy)
 
     async def aclose(self) -> None:
-        """Ends whatever its processes have started and left behind."""
-        if self._started:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(_kill_marked, self._mark)
+        """Ends the nursery and whatever is left of its processes."""
+        nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            await nursery.aclose()
 
 
 class ProcessWorker:

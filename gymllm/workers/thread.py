@@ -71,6 +71,7 @@ class ThreadWorker:
         self._runner: LoopRunner | None = None  # of an environment that waits asynchronously
         self._env: gymnasium.Env[Any, Any] | None = None
         self._ended: Reply[None] | None = None
+        self._stopping = False
         self.is_lost = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -123,6 +124,7 @@ class ThreadWorker:
 
     async def _stop(self) -> None:
         self._ended = Reply[None]()
+        self._stopping = True  # before the runner is looked for: the thread may be about to make it
         if self._runner is not None:
             self._runner.stop()
         self._calls.put(None)
@@ -141,8 +143,11 @@ class ThreadWorker:
                 self._inbox.post(_fail, call, error)
             else:
                 self._inbox.post(_answer, call, answer)
-            if self._runner is not None:
+            if self._runner is not None and not self._stopping:
                 self._runner.run()
+        if self._env is not None:  # nobody could wait for it to be closed
+            with contextlib.suppress(Exception):
+                self._env.close()
         self._inbox.post(self._tell_ended)
 
     def _tell_ended(self) -> None:

@@ -133,9 +133,9 @@ class Misbehaving(gymllm.Env):
         self.note(done.stdout.strip())
 
 
-def environ_is_ours(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
-        return b"GYMLLM_WORKER" in Path(f"/proc/{pid}/environ").read_bytes()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
@@ -248,12 +248,12 @@ async def test_nothing_is_left_of_what_the_environment_started(tmp_path: Path, e
             await env.step("start others")
             started = [int(pid) for pid in notes()]
             assert len(started) == 3
-            assert all(environ_is_ours(pid) for pid in started)
+            assert all(is_running(pid) for pid in started)
             if end == "kill":
                 with pytest.raises(EnvCrashedError):
                     await env.step("kill")
         await pool.aclose()
-        assert not any(environ_is_ours(pid) for pid in (info["pid"], *started))
+        assert not any(is_running(pid) for pid in (info["pid"], *started))
     assert (children(), descriptors()) == before[:2]
     left = set(threading.enumerate()) - before[2]
     assert all("AnyIO worker" in thread.name for thread in left)  # anyio keeps its own
@@ -313,7 +313,7 @@ async def test_processes_end_with_the_pools_even_in_mid_step() -> None:
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout)
     with anyio.fail_after(5):
-        while environ_is_ours(pid):  # noqa: ASYNC110 - another process' end has no event
+        while is_running(pid):  # noqa: ASYNC110 - another process' end has no event
             await anyio.sleep(0.005)
 
 
