@@ -25,7 +25,9 @@ from gymllm_trainers.config_files import merge, read_yaml, walk_fields
 
 def saved_run(tmp_path: Path, *arguments: str) -> Path:
     config = load_config(["--name", "first", "--runs-dir", str(tmp_path), *arguments])
-    return open_run_folder(config).path
+    folder = open_run_folder(config)
+    folder.unlock()  # as when its process ends
+    return folder.path
 
 
 def test_no_arguments_give_the_defaults():
@@ -94,6 +96,9 @@ def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
         (["--model.dtype", "float16"], "bfloat16"),
         (["--steps", "0"], "steps must be >= 1, got 0"),
         (["--env.worker", "proces"], "inline"),
+        (["--env.spares", "-1"], "env.spares must be >= 0, got -1"),
+        (["--env.start-timeout-s", "0"], "env.start_timeout_s must be > 0, got 0.0"),
+        (["--learner.max-flat-groups", "0"], "learner.max_flat_groups must be >= 1, got 0"),
         (["--steps"], "--steps"),
         (["stray"], "stray"),
     ],
@@ -193,6 +198,7 @@ def test_resume_starts_from_the_saved_config_and_takes_new_flags(tmp_path):
     assert (config.steps, config.rollout.group_size, config.name) == (20, 4, "first")
     assert config.resume == path
     folder = open_run_folder(config)
+    folder.unlock()
     assert folder.path == path
     assert merge(TrainConfig(), read_yaml(folder.config)) == dataclasses.replace(
         config, resume=None

@@ -28,8 +28,8 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def printed(**arguments: object) -> str:
-    console = Console(file=io.StringIO(), width=100)
+def printed(*, width: int = 100, **arguments: object) -> str:
+    console = Console(file=io.StringIO(), width=width)
     with console.capture() as capture:
         print_report(console=console, **arguments)  # type: ignore[arg-type] # tests give the right ones
     return capture.get()
@@ -82,7 +82,36 @@ def test_report_says_what_was_learnt_and_where_things_are(tmp_path, clock):
     for path in (folder.config, folder.metrics, folder.trajectories):
         assert path.name in shown
     assert "trace.perfetto-trace" not in shown, "only what is there"
-    assert "gymllm-eval --model" in shown
+    assert "gymllm-eval" not in shown, "there is no model yet"
+    assert "--resume" not in shown
+
+
+def test_report_ends_with_what_to_type_next(tmp_path):
+    folder = RunFolder.create(tmp_path, "a", "")
+    shown = printed(folder=folder, timeline=Timeline(), elapsed_s=1.0, to_resume=True)
+    assert shown.splitlines()[-1] == f"gymllm-train --resume {folder.path}"
+    assert "gymllm-eval" not in shown
+    assert "checkpoint" not in shown
+    (folder.checkpoints / "step_00000002").mkdir(parents=True)
+    shown = printed(folder=folder, timeline=Timeline(), elapsed_s=1.0, to_resume=True)
+    assert shown.splitlines()[-2:] == [
+        f"gymllm-eval --model {folder.path}",
+        f"gymllm-train --resume {folder.path}",
+    ]
+    assert "checkpoints/step_00000002" in shown
+
+
+def test_paths_are_never_folded_and_the_page_says_what_it_holds(tmp_path):
+    folder = RunFolder.create(tmp_path, "a", "")
+    (folder.wandb / ("offline-run-" + "x" * 90)).mkdir(parents=True)
+    folder.transcripts.touch()
+    shown = printed(
+        folder=folder, timeline=Timeline(), elapsed_s=1.0, shown="the last 64 of 2048", width=60
+    )
+    assert f"wandb/offline-run-{'x' * 90}  wandb sync\n" in shown
+    assert f"Everything is in {folder.path}\n" in shown
+    assert "trajectories.html" in shown
+    assert "the last 64 of 2048, open in a browser\n" in shown
 
 
 def test_report_of_a_run_without_steps_is_printed(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -37,9 +39,45 @@ def test_create_makes_everything_and_saves_the_config(tmp_path):
 
 
 def test_create_is_exclusive(tmp_path):
-    RunFolder.create(tmp_path, "a", "")
-    with pytest.raises(ConfigError, match="--resume"):
+    RunFolder.create(tmp_path, "a", "").unlock()
+    with pytest.raises(ConfigError, match="a run is already in .*--resume"):
         RunFolder.create(tmp_path, "a", "")
+
+
+def test_run_is_trained_by_one_process_until_it_dies(tmp_path):
+    folder = RunFolder.create(tmp_path, "a", "steps: 3\n")
+    for _ in range(2):  # whoever is refused must not take the lock from its holder
+        with pytest.raises(
+            ConfigError, match=rf"being trained by process {os.getpid()}\b.*--resume"
+        ):
+            RunFolder.open(folder.path).lock()
+    with pytest.raises(ConfigError, match=rf"being trained by process {os.getpid()}\b.*--name"):
+        RunFolder.create(tmp_path, "a", "")
+    assert folder.is_bare()
+    folder.unlock()
+    script = (
+        "import os, pathlib, sys; from gymllm_trainers.run_folder import RunFolder\n"
+        "RunFolder.open(pathlib.Path(sys.argv[1])).lock(); os.kill(os.getpid(), 9)"
+    )
+    process = subprocess.run([sys.executable, "-c", script, str(folder.path)], check=False)
+    assert process.returncode == -9
+    folder.lock()
+    assert (folder.path / ".lock").read_text() == f"{os.getpid()}\n"
+    folder.unlock()
+
+
+def test_file_in_place_of_a_folder_is_called_a_file(tmp_path):
+    (tmp_path / "a").touch()
+    for runs_dir, name in ((tmp_path / "a", "b"), (tmp_path, "a")):
+        with pytest.raises(ConfigError, match=r"/a is a file, .*--runs-dir"):
+            RunFolder.create(runs_dir, name, "")
+
+
+def test_each_session_has_a_trace_of_its_own(tmp_path):
+    for name in ("trace.perfetto-trace", "trace-2.perfetto-trace", "trace-3.perfetto-trace"):
+        trace = RunFolder(tmp_path).new_trace()
+        assert trace.name == name
+        trace.touch()
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "-a", "a b"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+import functools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import gymnasium
 
 from gymllm.agent import AgentFactory
+from gymllm.errors import ConfigError, EnvError, GymLLMError
 from gymllm.pool import EnvPool
 from gymllm.registration import check_id, make
 from gymllm_agents import (
@@ -27,35 +30,124 @@ ToolForm = Literal["hermes", "plain"]
 _TOOLS: Mapping[ToolName, Callable[[], Tool]] = {"calculator": calculator}
 
 
-def build_pool(
-    env_id: str,
-    kwargs: Mapping[str, bool | int | float | str],
-    num_envs: int,
-    *,
-    worker: str,
-    reset_timeout_s: float = 60.0,
-    step_timeout_s: float = 60.0,
-) -> EnvPool:
-    """A pool of one environment; makes and closes one first, so that a mistake shows at once.
+@dataclass(frozen=True, kw_only=True)
+class EnvSettings:
+    """The environment, its tasks, and where and how its copies run."""
+
+    id: str = "gymllm/FrozenLake-v0"
+    """Any environment that Gymnasium has registered; one that isn't text is adapted."""
+    kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    """Arguments of the environment; on the command line --env.kwargs.size 5, one flag each."""
+    tasks: int | None = None
+    """How many different tasks there are, played over and over; none is endless."""
+    worker: Literal["auto", "inline", "thread", "process"] = "auto"
+    """inline: environments run on the event loop, for those that never block; thread: each in a
+    thread of its own; process: in processes of their own, for those that compute, leak or crash;
+    auto: as the environment's class says."""
+    start_timeout_s: float = 120.0
+    """Longest making of an environment, in seconds; past it it has failed."""
+    reset_timeout_s: float = 60.0
+    """Longest reset, in seconds; past it it has failed."""
+    step_timeout_s: float = 60.0
+    """Longest step, in seconds; past it the episode has failed."""
+    spares: int = 0
+    """Environments made ahead beside those that play, for those that start slowly."""
+    envs_per_process: int = 1
+    """worker process: environments that share a process; if one takes it down, the others fail too."""
+    memory_limit_mb: int = 0
+    """worker process: how much data one process may hold, in MiB; 0 is no limit."""
+
+    def __post_init__(self) -> None:
+        if self.tasks is not None and self.tasks < 1:
+            raise ConfigError(f"env.tasks must be >= 1 or none, got {self.tasks}.")
+        for name in ("start_timeout_s", "reset_timeout_s", "step_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"env.{name} must be > 0, got {getattr(self, name)}.")
+        for name, least in (("spares", 0), ("envs_per_process", 1), ("memory_limit_mb", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"env.{name} must be >= {least}, got {getattr(self, name)}.")
+
+
+@asynccontextmanager
+async def open_pool(env: EnvSettings, num_envs: int) -> AsyncGenerator[EnvPool]:
+    """A pool of the environment while the block runs, tried first so that a mistake shows at once.
 
     Raises:
         UnknownNameError: There is no such environment.
-        ConfigError: The environment doesn't take these arguments.
+        ConfigError: The environment can't be made, or not with these arguments, or not be closed; or a
+            setting is for another worker.
     """
-    check_id(env_id)
+    pool = _pool(env, num_envs)
+    try:
+        async with pool:
+            if pool.worker == "process":
+                await _try_in_process(pool)
+            yield pool
+    except BaseExceptionGroup as errors:
+        if len(errors.exceptions) == 1:
+            error = errors.exceptions[0]  # a group of one would only hide which it is
+            raise error from error.__cause__
+        raise
 
-    def make_env() -> gymnasium.Env[str, str]:
-        return make(env_id, **kwargs)
 
-    make_env.__name__ = env_id  # the pool's errors call the environment by it
-    make_env().close()
-    return EnvPool(
+def _pool(env: EnvSettings, num_envs: int) -> EnvPool:
+    check_id(env.id)
+    make_env = functools.partial(make, env.id, **env.kwargs)
+    pool = EnvPool(
         make_env,
         num_envs,
-        worker=worker,
-        reset_timeout_s=reset_timeout_s,
-        step_timeout_s=step_timeout_s,
+        worker=None if env.worker == "auto" else env.worker,
+        start_timeout_s=env.start_timeout_s,
+        reset_timeout_s=env.reset_timeout_s,
+        step_timeout_s=env.step_timeout_s,
+        spares=env.spares,
+        envs_per_process=env.envs_per_process,
+        memory_limit_bytes=env.memory_limit_mb * 2**20 or None,
+        env_id=env.id,
     )
+    if pool.worker != "process":
+        for name, used in (
+            ("memory_limit_mb", env.memory_limit_mb > 0),
+            ("envs_per_process", env.envs_per_process > 1),
+        ):
+            if used:
+                raise ConfigError(
+                    f"env.{name} is for environments in processes, but {env.id} runs {pool.worker}. "
+                    "Set env.worker to process, or leave it out."
+                )
+        _try_here(env.id, make_env)
+    return pool
+
+
+def _try_here(env_id: str, make_env: Callable[[], gymnasium.Env[str, str]]) -> None:
+    """Makes and closes one environment."""
+    try:
+        env = make_env()
+    except GymLLMError:
+        raise
+    except Exception as problem:
+        raise ConfigError(
+            f"{env_id} can't be made: it raised {type(problem).__name__}: {problem}. Check its "
+            "arguments and what it needs."
+        ) from problem
+    try:
+        env.close()
+    except GymLLMError as problem:
+        raise ConfigError(f"{env_id} can't be closed: {problem}") from problem
+    except Exception as problem:
+        raise ConfigError(
+            f"{env_id} can't be closed: it raised {type(problem).__name__}: {problem}. Check its "
+            "close method."
+        ) from problem
+
+
+async def _try_in_process(pool: EnvPool) -> None:
+    """Resets one environment, which may crash and must not take this process with it; it is kept."""
+    try:
+        async with pool.lease() as env:
+            await env.reset(seed=0)
+    except EnvError as problem:
+        raise ConfigError(f"{pool.env_id} can't be started in a process: {problem}") from problem
 
 
 def build_agents(

@@ -14,11 +14,13 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from gymllm.errors import ModelError, RunError
 from gymllm_trainers.run_folder import DISK_FULL, write_atomically
@@ -36,18 +38,20 @@ _STEP = re.compile(r"step_(\d{8})")
 class Checkpointer:
     """The checkpoints of one run. When `save` returns, the checkpoint counts."""
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2, read_only: bool = False) -> None:
         """Looks at `folder`, made at the first save, and clears what a crash left half-written.
 
         Args:
             folder: Where the checkpoints are.
             keep: How many of the latest stay; older ones are removed after a save, >= 1.
+            read_only: Whether nothing is cleared, as another process may be writing it right now.
         """
         if keep < 1:
             raise ValueError(f"checkpoint.keep must be >= 1, got {keep}.")
         self._folder, self._keep = folder.absolute(), keep
-        for leftover in self._folder.glob(".writing-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        if not read_only:
+            for leftover in self._folder.glob(".writing-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are whole, oldest first."""
@@ -101,8 +105,18 @@ class Checkpointer:
         return self.path(step)
 
     def restore_state(self, step: int) -> dict[str, Json]:
-        """The JSON state of the checkpoint of `step`."""
-        return json.loads((self.path(step) / "state.json").read_text())
+        """The JSON state of the checkpoint of `step`.
+
+        Raises:
+            ModelError: It can't be read.
+        """
+        try:
+            state = json.loads((self.path(step) / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise self.damaged(step, f"state.json can't be read ({_first_line(error)})") from error
+        if not isinstance(state, dict):
+            raise self.damaged(step, "state.json doesn't hold a mapping")
+        return cast("dict[str, Json]", state)
 
     def restore(self, step: int, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The arrays of the checkpoint of `step`.
@@ -117,16 +131,42 @@ class Checkpointer:
             Trees of the same structure as `like`.
 
         Raises:
-            ModelError: The checkpoint holds other names or shapes; says which.
+            ModelError: The checkpoint holds other names or shapes, or is damaged; says which.
         """
         folder = self.path(step) / "arrays"
+        held = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        if not held:
+            raise self.damaged(step, "its arrays/ is missing or empty")
         restored: dict[str, PyTree] = {}
         for key, tree in like.items():
-            if not (folder / key).is_dir():
-                held = ", ".join(sorted(path.name for path in folder.iterdir()))
-                raise ModelError(f"the checkpoint {self.path(step)} holds {held}, but no {key!r}.")
-            restored[key] = _restore_tree(folder / key, tree)
+            if key not in held:
+                raise ModelError(
+                    f"the checkpoint {self.path(step)} holds {', '.join(held)}, but no {key!r}."
+                )
+            try:
+                restored[key] = _restore_tree(folder / key, tree)
+            except (ModelError, MemoryError):
+                raise
+            except Exception as error:  # Orbax and what it stands on raise many types
+                _keep_late_writes_quiet()
+                raise self.damaged(
+                    step, f"arrays/{key} can't be read ({_first_line(error)})"
+                ) from error
         return restored
+
+    def damaged(self, step: int, what: str) -> ModelError:
+        """The error of a checkpoint that can't be used: what is wrong, and how to go on."""
+        earlier = [other for other in self.steps() if other < step]
+        if earlier:
+            left = "There are earlier ones, of step " + ", ".join(map(str, earlier))
+            after = f"go on from step {earlier[-1]}"
+        else:
+            left, after = "There is no earlier one", "start the run again from its beginning"
+        return ModelError(
+            f"the checkpoint {self.path(step)} is damaged: {what}. {left}. Remove that folder "
+            f"(rm -r {shlex.quote(str(self.path(step)))}), then {after} with "
+            f"gymllm-train --resume {shlex.quote(str(self._folder.parent))}."
+        )
 
     def _failure(self, step: int, error: BaseException) -> str:
         latest = self.latest()
@@ -144,7 +184,11 @@ def _save_tree(path: Path, tree: PyTree) -> None:
     import orbax.checkpoint as ocp
 
     with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, _flatten(tree))
+        try:
+            checkpointer.save(path, _flatten(tree))
+        except Exception:
+            _keep_late_writes_quiet()
+            raise
 
 
 def _restore_tree(path: Path, like: PyTree) -> PyTree:
@@ -158,7 +202,10 @@ def _restore_tree(path: Path, like: PyTree) -> PyTree:
         for name, leaf in _flatten(like).items()
     }
     with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
-        held = checkpointer.metadata(path).item_metadata.tree
+        metadata = checkpointer.metadata(path).item_metadata
+        if metadata is None:
+            raise ValueError("what it holds is not written in it")
+        held = metadata.tree
         _check_fit(path, held, wanted)
         arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
         flat = checkpointer.restore(path, item=wanted, restore_args=arguments)
@@ -204,6 +251,36 @@ def _says_disk_full(error: BaseException) -> bool:
             return True
         chain = chain.__cause__ or chain.__context__
     return False
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    first = text[0].rstrip(".") if text else type(error).__name__
+    return first if len(first) <= 200 else first[:197] + "..."
+
+
+class _QuietLateWrites:
+    """A `sys.unraisablehook` that keeps what Orbax lets come too late off the console.
+
+    Orbax closes its event loop at the first array that fails. The others end in TensorStore's threads at
+    any later moment, and each tells the closed loop: an error that nobody can handle, and that says less
+    than the first one did.
+    """
+
+    def __init__(self, before: Callable[[sys.UnraisableHookArgs], object]) -> None:
+        self._before = before
+
+    def __call__(self, unraisable: sys.UnraisableHookArgs, /) -> None:
+        error = unraisable.exc_value
+        late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not (late and unraisable.object is None):
+            self._before(unraisable)
+
+
+def _keep_late_writes_quiet() -> None:
+    """To be called when one of Orbax's operations has failed; lasts."""
+    if not isinstance(sys.unraisablehook, _QuietLateWrites):
+        sys.unraisablehook = _QuietLateWrites(sys.unraisablehook)
 
 
 @contextmanager

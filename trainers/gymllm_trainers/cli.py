@@ -4,15 +4,22 @@
 1    the run broke; the message says what to do
 2    a setting, file, model or package that can't be used
 130  ended by Ctrl-C or SIGTERM, within 5 s
+141  nobody reads the output any more, as after `gymllm-train --help | head -1`
 """
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from gymllm.errors import ConfigError, GymLLMError, MissingExtraError, ModelError
 from gymllm_trainers.interrupt import EXIT_INTERRUPTED, ends_on_interrupt, flush_and_exit
+
+EXIT_BROKEN_PIPE = 141
+"""128 + SIGPIPE: what a shell expects of a program whose output nobody reads."""
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +41,7 @@ def train(argv: Sequence[str] | None = None) -> int:
 
         run(config)
 
-    return _run(body, argv)
+    return _main(body, argv)
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +52,45 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 
         run(load_settings(arguments))
 
-    return _run(body, argv)
+    return _main(body, argv)
+
+
+def _main(body: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
+    """As `_run`, with what a process of its own needs at its end."""
+    try:
+        code = _run(body, argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return _leave_pipe()
+    except SystemExit:  # tyro's own way out, after --help
+        if not _nobody_reads():
+            raise
+        return _leave_pipe()
+    finally:
+        if argv is None:
+            # Everything is closed: Ctrl-C while Python itself ends needs no traceback.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe without a reader."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # no file at all, as in a test
+        return False
+
+
+def _leave_pipe() -> int:
+    """Lets Python's own last flush go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return EXIT_BROKEN_PIPE
 
 
 def _run(body: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:

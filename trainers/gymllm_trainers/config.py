@@ -13,18 +13,18 @@ import difflib
 import itertools
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, RunError
 from gymllm.registration import check_id
 from gymllm.rollout import RolloutConfig
 from gymllm_agents import ToolConfig
-from gymllm_trainers.build import ToolForm, ToolName
+from gymllm_trainers.build import EnvSettings, ToolForm, ToolName
 from gymllm_trainers.config_files import flatten, merge, parse_scalar, read_yaml, to_yaml
 from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import LearnerConfig
@@ -56,32 +56,6 @@ class ModelSettings:
             raise ConfigError(f"model.lora_rank must be >= 0, got {self.lora_rank}.")
         if not self.lora_alpha > 0:
             raise ConfigError(f"model.lora_alpha must be > 0, got {self.lora_alpha}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvSettings:
-    """The environment and its tasks."""
-
-    id: str = "gymllm/FrozenLake-v0"
-    """Any environment that Gymnasium has registered; one that isn't text is adapted."""
-    kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
-    """Arguments of the environment; on the command line --env.kwargs.size 5, one flag each."""
-    tasks: int | None = None
-    """How many different tasks there are, played over and over; none is endless."""
-    worker: Literal["inline", "thread"] = "inline"
-    """inline: environments run on the event loop, for those that never block; thread: each in a
-    thread of its own."""
-    reset_timeout_s: float = 60.0
-    """Longest reset, in seconds, the making of the environment included; past it it has failed."""
-    step_timeout_s: float = 60.0
-    """Longest step, in seconds; past it the episode has failed."""
-
-    def __post_init__(self) -> None:
-        if self.tasks is not None and self.tasks < 1:
-            raise ConfigError(f"env.tasks must be >= 1 or none, got {self.tasks}.")
-        for name in ("reset_timeout_s", "step_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"env.{name} must be > 0, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +131,8 @@ class TrainConfig:
             raise ConfigError(f"seed must be >= 0, got {self.seed}.")
 
 
-_KWARGS_FLAG = "--env.kwargs."
+_KWARGS_FLAGS = ("--env.kwargs.", "--env-kwargs.")
+"""gymllm-train's own spelling and gymllm-eval's; both programs take both."""
 
 FIXED_ON_RESUME = (
     "name",
@@ -215,7 +190,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
         base = merge(base, read_yaml(files.config))
         if base.resume is not None:
             raise ConfigError(f"{files.config} sets resume: give --resume on the command line.")
-    arguments, kwargs = _take_env_kwargs(argv)
+    arguments, kwargs = take_env_kwargs(argv)
     base = merge(base, {"env": {"kwargs": {**base.env.kwargs, **kwargs}}})
     _check_sections(arguments, base)
     config = tyro.cli(
@@ -232,17 +207,25 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
 
 
 def open_run_folder(config: TrainConfig) -> RunFolder:
-    """The run's folder, made or found (`resume`), with the configuration saved in it.
+    """The run's folder, made or found (`resume`) and locked, with the configuration saved in it.
 
     Raises:
-        ConfigError: The name is taken, or there is no run to go on with.
+        ConfigError: The name is taken, there is no run to go on with, or another process trains it.
+        RunError: The folder can't be written.
     """
     if config.resume is None and config.name:
         return RunFolder.create(config.runs_dir, config.name, config_yaml(config))
     if config.resume is None:
         return _create_unnamed(config)
     folder = RunFolder.open(config.resume)
-    folder.write_config(config_yaml(config))
+    try:
+        folder.lock()
+        folder.write_config(config_yaml(config))
+    except OSError as error:
+        folder.unlock()
+        raise RunError(
+            f"can't write to the run's folder {folder.path}: {error.strerror}."
+        ) from error
     return folder
 
 
@@ -272,21 +255,29 @@ def default_name(config: TrainConfig, now: time.struct_time | None = None) -> st
     return f"{env}-{time.strftime('%m%d-%H%M%S', now or time.localtime())}"
 
 
-def _take_env_kwargs(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
-    """Takes `--env.kwargs.key value` out: tyro knows only the keys that are there already."""
+def take_env_kwargs(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """Takes `--env.kwargs.key value` out: tyro knows only the keys that are there already.
+
+    Returns:
+        The other arguments, and the environment's by key, each as a YAML file would hold it.
+
+    Raises:
+        ConfigError: A flag has no value.
+    """
     rest: list[str] = []
     kwargs: dict[str, object] = {}
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
-        if not flag.startswith(_KWARGS_FLAG):
+        if not flag.startswith(_KWARGS_FLAGS):
             rest.append(word)
             continue
         if not equals:
             value = next(words, "--")
         if value.startswith("--"):
-            raise ConfigError(f"{flag} needs a value, as in {_KWARGS_FLAG}size 5.")
-        key = flag.removeprefix(_KWARGS_FLAG).replace("-", "_")
+            raise ConfigError(f"{flag} needs a value, as in --env.kwargs.size 5.")
+        # The prefixes are of one length.
+        key = flag[len(_KWARGS_FLAGS[0]) :].replace("-", "_")
         kwargs[key] = parse_scalar(value)
     return rest, kwargs
 

@@ -59,6 +59,13 @@ class RunView:
     """`time.monotonic` at the start."""
 
 
+class _Console(Console):
+    """A console whose reader may leave (`| head`): rich would end the program then."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Display:
     """Shows a `RunView` inside a `with` block. Never raises, and costs under a hundredth of a core.
 
@@ -68,7 +75,7 @@ class Display:
 
     def __init__(self, view: RunView, *, console: Console | None = None, live: bool = True) -> None:
         self._view = view
-        self._console = console or Console()
+        self._console = console or _Console()
         self._wanted = live
         self._live: Live | None = None
         self._phase = ""

@@ -28,12 +28,13 @@ from gymllm.timeline import Timeline
 from gymllm.trajectory import Trajectory
 from gymllm.transcripts import to_json, write_html
 from gymllm_agents import Tokenizer, train_tokenizer
-from gymllm_envs.scripted import scripted_player
-from gymllm_trainers.build import build_agents, build_pool
+from gymllm_envs.scripted import SCRIPTED_PLAYERS
+from gymllm_trainers.build import EnvSettings, build_agents, open_pool
 from gymllm_trainers.checkpoint import Checkpointer
-from gymllm_trainers.config import AgentSettings, EnvSettings, TrainConfig
+from gymllm_trainers.config import AgentSettings, TrainConfig, take_env_kwargs
 from gymllm_trainers.config_files import merge, read_yaml
 from gymllm_trainers.engine import EngineConfig, JaxEngine
+from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.learner import Learner
 from gymllm_trainers.models import Decoder, load_model
 from gymllm_trainers.report import format_seconds
@@ -55,7 +56,7 @@ class EvalSettings:
     env: str = ""
     """Environment; default: the one of the run, else gymllm/FrozenLake-v0."""
     env_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
-    """Arguments of the environment, beside those of the run."""
+    """Arguments of the environment, beside those of the run; --env.kwargs.size 5, one flag each."""
     config: Path | None = None
     """A training configuration whose environment and agent are used."""
     episodes: int = 64
@@ -117,9 +118,11 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
     Raises:
         ConfigError: A value or file that can't be used.
     """
+    arguments, kwargs = take_env_kwargs(argv)
     settings = tyro.cli(
         EvalSettings,
-        args=list(argv),
+        # "--env.kwargs size 5", as gymllm-train takes it too.
+        args=["--env-kwargs" if word == "--env.kwargs" else word for word in arguments],
         prog="gymllm-eval",
         description="Plays episodes with a model and says what they came to.",
     )
@@ -134,7 +137,7 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
     if settings.env and settings.env != env.id:
         # Arguments of one environment mean nothing to another.
         env = dataclasses.replace(env, id=settings.env, kwargs={})
-    env = dataclasses.replace(env, kwargs={**env.kwargs, **settings.env_kwargs})
+    env = merge(env, {"kwargs": {**env.kwargs, **settings.env_kwargs, **kwargs}})
     agent = base.agent
     if settings.temperature is not None:
         agent = dataclasses.replace(agent, temperature=settings.temperature)
@@ -171,6 +174,11 @@ def run(evaluation: Evaluation) -> None:
         GymLLMError: Something can't be used, or every episode failed; the transcripts say how.
         KeyboardInterrupt: Ctrl-C; the episodes that had ended are written.
     """
+    with Interrupt() as interrupt:
+        _run(evaluation, interrupt)
+
+
+def _run(evaluation: Evaluation, interrupt: Interrupt) -> None:
     started = time.monotonic()
     try:
         evaluation.out.mkdir(parents=True, exist_ok=True)
@@ -201,8 +209,9 @@ def run(evaluation: Evaluation) -> None:
     unwritten: OSError | None = None
     try:
         with bar:
-            result = anyio.run(play, evaluation, take)
-        facts = {"reward": str(result.reward), "endings": _counts(result.endings)}
+            result = anyio.run(_play_or_stop, evaluation, take, interrupt, backend="asyncio")
+        if result is not None:
+            facts = {"reward": str(result.reward), "endings": _counts(result.endings)}
     finally:
         lines.close()
         if ended:
@@ -216,6 +225,12 @@ def run(evaluation: Evaluation) -> None:
             transcripts.unlink(missing_ok=True)
             with suppress(OSError):
                 evaluation.out.rmdir()
+    console = Console(highlight=False)
+    if result is None:
+        console.print(f"Interrupted after {len(ended)} of {evaluation.episodes} episodes.")
+        if ended:
+            _say_where(console, evaluation, unwritten)
+        return
     summary = json.dumps(summarize(evaluation, result), indent=2)
     try:
         write_atomically(evaluation.out / "summary.json", summary.encode())
@@ -226,17 +241,30 @@ def run(evaluation: Evaluation) -> None:
             "no episode had a first turn: its prompt leaves no room in a context of "
             f"{evaluation.engine.context_length} tokens. Raise --context-length."
         )
-    console = Console(highlight=False)
     console.print(result_table(evaluation, result, time.monotonic() - started))
     if unwritten is not None:
         raise RunError(
             f"the transcripts can't be written whole to {evaluation.out}: {unwritten.strerror}. "
             "Free some space and evaluate again, or choose another folder with --out."
         )
-    console.print(f"Transcripts to read: {evaluation.out / 'transcripts.html'}", soft_wrap=True)
-    console.print(f"... as JSON lines:   {evaluation.out / 'transcripts.jsonl'}", soft_wrap=True)
+    _say_where(console, evaluation, None)
     if not result.scored:
         raise RunError(f"every episode failed, the first with {result.trajectories[0].reason}")
+
+
+def _say_where(console: Console, evaluation: Evaluation, unwritten: OSError | None) -> None:
+    if unwritten is None:
+        console.print(f"Transcripts to read: {evaluation.out / 'transcripts.html'}", soft_wrap=True)
+    console.print(f"... as JSON lines:   {evaluation.out / 'transcripts.jsonl'}", soft_wrap=True)
+
+
+async def _play_or_stop(
+    evaluation: Evaluation, on_trajectory: Callable[[Trajectory], None], interrupt: Interrupt
+) -> EvaluationResult | None:
+    """As `play`; None if it was interrupted."""
+    with anyio.CancelScope() as scope, interrupt.cancels(scope):
+        return await play(evaluation, on_trajectory)
+    return None
 
 
 async def play(
@@ -244,45 +272,41 @@ async def play(
 ) -> EvaluationResult:
     """Plays the episodes; owns, and closes, the environments and the engine."""
     env, timeline = evaluation.env, Timeline()
-    pool = build_pool(
-        env.id,
-        env.kwargs,
-        evaluation.concurrency,
-        worker=env.worker,
-        reset_timeout_s=env.reset_timeout_s,
-        step_timeout_s=env.step_timeout_s,
-    )
-    engine: Engine | None = None
-    try:
+    async with open_pool(env, evaluation.concurrency) as pool:
         engine, tokenizer = _engine(evaluation, timeline)
-        return await evaluate(
-            pool=pool,
-            make_agent=build_agents(
-                tokenizer,
-                evaluation.agent,
-                evaluation.agent.tools,
-                form=evaluation.agent.tool_form,
-            ),
-            engine=engine,
-            tasks=SeededTasks(run_seed=evaluation.seed, split="evaluation", count=env.tasks),
-            episodes=evaluation.episodes,
-            concurrency=evaluation.concurrency,
-            run_seed=evaluation.seed,
-            retries=evaluation.retries,
-            limits=evaluation.limits,
-            timeline=timeline,
-            on_trajectory=on_trajectory,
-        )
-    finally:
-        with anyio.CancelScope(shield=True):
-            if engine is not None:
+        try:
+            return await evaluate(
+                pool=pool,
+                make_agent=build_agents(
+                    tokenizer,
+                    evaluation.agent,
+                    evaluation.agent.tools,
+                    form=evaluation.agent.tool_form,
+                ),
+                engine=engine,
+                tasks=SeededTasks(run_seed=evaluation.seed, split="evaluation", count=env.tasks),
+                episodes=evaluation.episodes,
+                concurrency=evaluation.concurrency,
+                run_seed=evaluation.seed,
+                retries=evaluation.retries,
+                limits=evaluation.limits,
+                timeline=timeline,
+                on_trajectory=on_trajectory,
+            )
+        finally:
+            with anyio.CancelScope(shield=True):
                 await engine.aclose()
-            await pool.aclose()
 
 
 def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokenizer]:
     if evaluation.model == SCRIPTED:
-        player = scripted_player(evaluation.env.id)
+        player = SCRIPTED_PLAYERS.get(evaluation.env.id)
+        if player is None:
+            raise ConfigError(
+                f"there is no scripted player for {evaluation.env.id}, only for "
+                f"{', '.join(SCRIPTED_PLAYERS)}. Give another --model: a run's folder, a model's "
+                "folder, or smollm2."
+            )
         # Any tokenizer does: the player reads and writes text. One without merges is made at once.
         tokenizer = train_tokenizer([], vocab_size=259)
         engine = ScriptedEngine(
@@ -301,7 +325,7 @@ def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokeniz
 
 def _run_policy(folder: RunFolder, config: TrainConfig) -> tuple[Decoder, Tokenizer]:
     """The policy of a run: of its last checkpoint, or of its exported model if that is as new."""
-    checkpoints = Checkpointer(folder.checkpoints)
+    checkpoints = Checkpointer(folder.checkpoints, read_only=True)
     step = checkpoints.latest()
     exported = folder.model / "config.json"
     if exported.is_file() and (

@@ -3,10 +3,14 @@
 A training run asks its event loop to cancel, writes a checkpoint and closes what it holds. That
 takes the main thread, which may sit in a compiler or a driver for longer than a person waits; so a
 thread of our own watches for the signal and ends the process when the time is up.
+
+`ends_on_interrupt` is that watch, around a whole command line. `Interrupt` is how a run inside it is
+asked: by a flag and a cancelled scope instead of an exception out of nowhere.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,7 +18,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
+
+import anyio
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT: what a shell expects of a program that Ctrl-C ended."""
@@ -55,6 +61,61 @@ def ends_on_interrupt(
         write_end.close()  # ends the watcher
         watcher.join()
         read_end.close()
+
+
+class Interrupt:
+    """A `with` block in which SIGINT asks and never raises; KeyboardInterrupt is raised at its end.
+
+    Python's own handler raises wherever the main thread is: inside a weakref's callback the exception
+    is lost, inside a `finally` it ends what was being closed. An error that leaves the block goes
+    before the interrupt. Outside the main thread no signal is handled, and the block does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        """Whether the signal came."""
+        self.patience_s = 0.0
+        """How long after the signal the scope is cancelled, for what is nearly done."""
+        self._ask: Callable[[], object] | None = None
+        self._handles = False
+
+    def __enter__(self) -> Interrupt:
+        self._handles = threading.current_thread() is threading.main_thread()
+        if self._handles:
+            self._previous = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._handles:
+            signal.signal(signal.SIGINT, self._previous)
+        if self.requested and error is None:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def cancels(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """While this block runs on an asyncio loop, the signal cancels `scope`."""
+        loop = asyncio.get_running_loop()
+
+        def cancel() -> None:
+            loop.call_later(self.patience_s, scope.cancel)
+
+        self._ask = lambda: loop.call_soon_threadsafe(cancel)
+        try:
+            if self.requested:
+                cancel()
+            yield
+        finally:
+            self._ask = None
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.requested = True
+        if self._ask is not None:
+            self._ask()
 
 
 def flush_and_exit(code: int) -> None:

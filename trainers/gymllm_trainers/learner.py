@@ -75,6 +75,8 @@ class LearnerConfig:
     zero_variance: Literal["refill", "keep"] = "refill"
     """refill: a group whose rewards are all equal is counted and replaced by another task; keep: it counts
     towards groups_per_step, with advantage 0."""
+    max_flat_groups: int = 200
+    """refill: groups in a row whose rewards are all equal before the run stops, as it learns nothing."""
     rows: int = 2
     """Rows of a micro-batch."""
     row_tokens: int = 0
@@ -83,7 +85,7 @@ class LearnerConfig:
     """Tokens whose logits are held at once."""
 
     def __post_init__(self) -> None:
-        for name in ("groups_per_step", "rows", "head_chunk"):
+        for name in ("groups_per_step", "max_flat_groups", "rows", "head_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"learner.{name} must be >= 1, got {getattr(self, name)}.")
         if not 0 <= self.final_rate <= 1:
@@ -156,6 +158,7 @@ class Learner:
         self._temperature = temperature
         self._row_tokens = row_tokens
         self._packer = Packer(rows=config.rows, length=row_tokens)
+        self._full: list[PackedBatch] = []
         wanted = LoRAParam if decoder.adapters is not None else nnx.Param
         graph, trainable, frozen = nnx.split(decoder, wanted, ...)
         self._graph, self._frozen = graph, frozen
@@ -187,6 +190,12 @@ class Learner:
 
     def add_group(self, group: Group) -> bool:
         """Adds a group to the next step; whether it counts towards `groups_per_step`."""
+        counts = self.collect(group)
+        self.compute()
+        return counts
+
+    def collect(self, group: Group) -> bool:
+        """As `add_group`, but the gradient of micro-batches that are full waits for `compute`."""
         reward_PG = np.array([group.rewards], np.float32)
         advantage_PG = advantages(self.config.advantage, reward_PG)
         flat = bool(np.ptp(reward_PG) == 0)
@@ -199,13 +208,25 @@ class Learner:
             for trajectory, advantage in zip(group.trajectories, advantage_PG[0], strict=True)
             for sequence in self._sequences(trajectory, float(advantage))
         ]
-        self.add_sequences(sequences)
+        self._full += self._packer.add(sequences)
         return True
 
     def add_sequences(self, sequences: Sequence[TrainingSequence]) -> None:
         """Adds sequences to the next step; computes the gradient of each micro-batch this fills."""
-        for batch in self._packer.add(sequences):
-            self._add_batch(batch)
+        self._full += self._packer.add(sequences)
+        self.compute()
+
+    def compute(self, *, flush: bool = False) -> None:
+        """Computes the gradient of each micro-batch that is full; with `flush`, of what is left too."""
+        if flush:
+            self._full += self._packer.flush()
+        while self._full:
+            self._add_batch(self._full.pop(0))
+
+    @property
+    def full_batches(self) -> int:
+        """Micro-batches that are full and wait for `compute`."""
+        return len(self._full)
 
     @property
     def version(self) -> int:
@@ -229,8 +250,7 @@ class Learner:
             flush: Whether sequences that don't fill a micro-batch are part of it; else they wait for
                 the next step, and nothing is padded for them.
         """
-        for batch in self._packer.flush() if flush else ():
-            self._add_batch(batch)
+        self.compute(flush=flush)
         count = max(self._counts.trained, 1.0)
         state = self.state
         trainable, optimizer, self._gradient, norm = self._step(

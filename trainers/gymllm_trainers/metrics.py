@@ -44,6 +44,7 @@ def open_metrics(
     project: str = "gymllm",
     config: Mapping[str, object] | None = None,
     resume_step: int | None = None,
+    hurried: Callable[[], bool] = lambda: False,
 ) -> MetricsWriters:
     """The writers of a run.
 
@@ -55,6 +56,7 @@ def open_metrics(
         project: Its project.
         config: The merged configuration, shown there beside the run.
         resume_step: Steps done by the checkpoint that a run goes on from.
+        hurried: Whether closing must not take long, asked while it waits.
 
     Raises:
         MissingExtraError: `wandb` is "online" or "offline", and it isn't installed.
@@ -64,7 +66,13 @@ def open_metrics(
         resume = resume_step is not None
         writers.append(
             WandbWriter(
-                folder.path, name=name, project=project, mode=wandb, config=config, resume=resume
+                folder.path,
+                name=name,
+                project=project,
+                mode=wandb,
+                config=config,
+                resume=resume,
+                hurried=hurried,
             )
         )
     return MetricsWriters(writers)
@@ -149,6 +157,7 @@ class WandbWriter:
         mode: Literal["auto", "online", "offline"] = "auto",
         config: Mapping[str, object] | None = None,
         resume: bool = False,
+        hurried: Callable[[], bool] = lambda: False,
         warn: Callable[[str], None] = warn,
     ) -> None:
         """Starts the thread; wandb's own start-up happens there.
@@ -160,6 +169,7 @@ class WandbWriter:
             mode: Where the records go.
             config: The merged configuration, shown beside the run.
             resume: The run goes on from a checkpoint.
+            hurried: Whether `close` must not take long, asked while it waits; it then waits 1 s more.
             warn: Told once when wandb breaks.
 
         Raises:
@@ -175,6 +185,7 @@ class WandbWriter:
             mode if mode != "auto" else "online" if logged_in() else "offline"
         )
         self._config, self._resume, self._warn = dict(config or {}), resume, warn
+        self._hurried = hurried
         self._broken = self._closed = False
         # Bounded: a wandb that hangs must not fill the memory. 10,000 records are hours of steps.
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(10_000)
@@ -208,7 +219,13 @@ class WandbWriter:
             self._queue.put_nowait(None)
         except queue.Full:
             return
-        self._thread.join(timeout_s)
+        left_s = timeout_s
+        while left_s > 0 and self._thread.is_alive():
+            if self._hurried():
+                self._thread.join(min(left_s, 1.0))
+                break
+            self._thread.join(0.1)
+            left_s -= 0.1
         if self._thread.is_alive():
             self._fail(f"it did not finish within {timeout_s:.0f} s; `wandb sync` sends the rest")
 

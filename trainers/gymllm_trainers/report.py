@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,8 @@ def print_report(
     headline: str = "",
     reward_metric: str = "reward/mean",
     notes: Sequence[str] = (),
+    shown: str = "",
+    to_resume: bool = False,
     console: Console | None = None,
 ) -> None:
     """Prints the closing report. Never raises: a run that is over must not fail at its last line.
@@ -107,11 +110,17 @@ def print_report(
         headline: How it ended ("stopped at step 12 by Ctrl-C"); default: finished.
         reward_metric: Name of the reward in metrics.jsonl.
         notes: Lines to add ("warm start 31 s, compilation 9 s").
+        shown: Which episodes trajectories.html holds ("the last 64 of 2048").
+        to_resume: Whether the run isn't done: its last line then says how to go on.
         console: Where to; default: standard output.
     """
     console = console or Console(highlight=False)
     try:
-        console.print(_report(folder, timeline, elapsed_s, headline, reward_metric, notes))
+        report = _report(folder, timeline, elapsed_s, headline, reward_metric, notes)
+        # Paths are never folded or cut off: they are there to be copied.
+        console.print(report, crop=False)
+        for line in [*_artefacts(folder, shown), "", *_next_commands(folder, to_resume)]:
+            console.print(line, crop=False, no_wrap=True, overflow="ignore")
     except Exception as error:
         warn(f"the report can't be printed ({error}); everything is in {folder.path}.")
 
@@ -135,34 +144,45 @@ def _report(
             + Text(f"  (mean over the episodes of the first and the last {few} steps)", "dim")
         )
     lines += [Text(note) for note in notes]
-    # Paths are never folded: they are there to be copied.
     where = Text(f"Everything is in {folder.path}", no_wrap=True, overflow="ignore")
-    evaluation = Text(f"gymllm-eval --model {folder.path}", no_wrap=True, overflow="ignore")
-    parts = ["", shares_table(time_shares(timeline)), "", where, _artefacts(folder), "", evaluation]
-    return Group(*lines, *parts)
+    return Group(*lines, "", shares_table(time_shares(timeline)), "", where)
 
 
-def _artefacts(folder: RunFolder) -> Table:
+def _next_commands(folder: RunFolder, to_resume: bool) -> list[str]:
+    """What to type next, the likeliest last."""
+    path = shlex.quote(str(folder.path))
+    playable = folder.model.is_dir() or any(folder.checkpoints.glob("step_*"))
+    commands = [f"gymllm-eval --model {path}"] if playable else []
+    return commands + ([f"gymllm-train --resume {path}"] if to_resume else [])
+
+
+def _artefacts(folder: RunFolder, shown: str) -> list[Text]:
     offline = sorted(folder.wandb.glob("offline-run-*")) if folder.wandb.is_dir() else []
     checkpoints = sorted(folder.checkpoints.glob("step_*")) if folder.checkpoints.is_dir() else []
     places: list[tuple[str, Path, str]] = [
         ("config", folder.config, ""),
         ("metrics", folder.metrics, ""),
         ("reward curve", folder.reward_plot, ""),
-        ("trajectories", folder.transcripts, "open in a browser"),
+        (
+            "trajectories",
+            folder.transcripts,
+            f"{shown}, open in a browser" if shown else "open in a browser",
+        ),
         ("", folder.trajectories, "all of them, JSON lines"),
         ("trace", folder.trace, "open at ui.perfetto.dev"),
         ("W&B", offline[-1] if offline else folder.wandb, "wandb sync" if offline else ""),
-        ("checkpoint", checkpoints[-1] if checkpoints else folder.checkpoints, ""),
+        ("model", folder.model, ""),
+        *[("checkpoint", path, "") for path in checkpoints[-1:]],
     ]
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    table.add_column(style="dim")
-    for label, path, hint in places:
-        if path.exists():
-            table.add_row(label, str(path.relative_to(folder.path)), hint)
-    return table
+    there = [
+        (label, str(p.relative_to(folder.path)), hint) for label, p, hint in places if p.exists()
+    ]
+    # One that is much longer than the others doesn't move their hints.
+    room = min(40, max(len(path) for _, path, _ in there)) if there else 0
+    return [
+        Text.assemble((f"{label:<14}", "dim"), f"{path:<{room}}  " if hint else path, (hint, "dim"))
+        for label, path, hint in there
+    ]
 
 
 def plot_rewards(

@@ -24,7 +24,13 @@ class RunFiles:
     """Owns a run's open files. A full disk delays what is written and stops nothing."""
 
     def __init__(
-        self, folder: RunFolder, config: TrainConfig, timeline: Timeline, *, resume_step: int | None
+        self,
+        folder: RunFolder,
+        config: TrainConfig,
+        timeline: Timeline,
+        *,
+        resume_step: int | None,
+        hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         """Opens them.
 
@@ -32,12 +38,16 @@ class RunFiles:
             folder: The run's folder.
             config: The run's configuration.
             timeline: The run's timeline, written at the end.
-            resume_step: Step of the checkpoint that the run goes on from: what was written of later
-                steps is removed, as they are done again.
+            resume_step: Step that a resumed run goes on from, 0 without a checkpoint: what was written
+                of later steps is removed, as they are done again.
+            hurried: Whether closing must not take long.
         """
         self.folder, self._config, self._timeline = folder, config, timeline
         self.notes: list[str] = []
         """Lines for the closing report."""
+        self.shown = ""
+        """Which episodes the page of transcripts holds, once it is written."""
+        folder.new_trace()
         if resume_step is not None:
             folder.forget_after(resume_step)
         self._metrics = open_metrics(
@@ -47,8 +57,10 @@ class RunFiles:
             project=config.metrics.wandb_project,
             config=to_mapping(config),
             resume_step=resume_step,
+            hurried=hurried,
         )
         self._latest: deque[Trajectory] = deque(maxlen=SHOWN_TRAJECTORIES)
+        self._played = 0
         self._trajectories: tuple[int, LineFile] | None = None
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -59,6 +71,7 @@ class RunFiles:
         """Writes trajectories towards the step that they may be trained in."""
         for trajectory in trajectories:
             self._latest.append(trajectory)
+            self._played += 1
             if self._config.metrics.trajectories:
                 self._file(step).write(to_json(trajectory, step=step))
 
@@ -77,13 +90,19 @@ class RunFiles:
                     self.folder.metrics, self.folder.reward_plot, title=self.folder.path.name
                 ),
             )
-            self._attempt(
-                "page of transcripts",
-                lambda: write_html(
-                    self.folder.transcripts, self._latest, title=self.folder.path.name
-                ),
-            )
+            self._attempt("page of transcripts", self._write_page)
         self._attempt("metrics", self._metrics.close)
+
+    def _write_page(self) -> None:
+        shown = f"the last {len(self._latest)} of {self._played}"
+        if len(self._latest) == self._played:
+            shown = f"all {self._played}"
+        facts = {"episodes": f"{shown}; every one is in {self.folder.trajectories.name}/"}
+        if not self._config.metrics.trajectories:
+            facts = {"episodes": shown}
+        title = self.folder.path.name
+        write_html(self.folder.transcripts, self._latest, title=title, facts=facts)
+        self.shown = shown
 
     def _file(self, step: int) -> LineFile:
         if self._trajectories is None or self._trajectories[0] != step:

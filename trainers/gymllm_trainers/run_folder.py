@@ -6,14 +6,17 @@ runs/<name>/
 ├── reward.png           the reward curve
 ├── trajectories/        step_000001.jsonl ...: every episode trained on
 ├── trajectories.html    the last of them, to read
-├── trace.perfetto-trace for ui.perfetto.dev
+├── trace.perfetto-trace for ui.perfetto.dev; trace-2, trace-3, ... after a resume
 ├── wandb/               Weights & Biases' own files
-└── checkpoints/         step_000010/ ...
+├── checkpoints/         step_000010/ ...
+└── .lock                locked by the process that trains, whose number is inside
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -50,13 +53,15 @@ class RunFolder:
         self.wandb = path / "wandb"
         self.model = path / "model"
         self.checkpoints = path / "checkpoints"
+        self._lock: int | None = None
 
     @classmethod
     def create(cls, runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
-        """Makes the folder of a new run, exclusively, with its configuration inside.
+        """Makes the folder of a new run, exclusively and locked, with its configuration inside.
 
         Raises:
-            ConfigError: The name is taken or can't name a folder; the message says what to do.
+            ConfigError: The name is taken or can't name a folder, or `runs_dir` is a file; the message
+                says what to do.
             RunError: The folder can't be made.
         """
         if not _NAME.fullmatch(name):
@@ -64,21 +69,29 @@ class RunFolder:
                 f"name must be letters, digits, dots, dashes and underscores, got {name!r}."
             )
         folder = cls(runs_dir / name)
+        for path in (runs_dir, folder.path):
+            if path.exists() and not path.is_dir():
+                raise ConfigError(
+                    f"{path} is a file, so no run can be kept there. Choose another folder with "
+                    "--runs-dir, or another --name."
+                )
         try:
             runs_dir.mkdir(parents=True, exist_ok=True)
             folder.path.mkdir()
+            folder.lock()
             folder.trajectories.mkdir()
             folder.write_config(config_yaml)
         except FileExistsError:
+            folder.lock()  # being trained at this moment is the better answer
+            folder.unlock()
             raise ConfigError(
                 f"a run is already in {folder.path}. Continue it with --resume {folder.path}, or "
                 f"give this one another --name."
             ) from None
         except OSError as error:
-            with suppress(OSError):  # half a folder would only keep the name from the next try
-                folder.trajectories.rmdir()
-            with suppress(OSError):
-                folder.path.rmdir()
+            if folder._lock is not None:  # half a folder would only keep the name from the next try
+                folder.remove()
+                folder.unlock()
             raise RunError(
                 f"can't make the run's folder {folder.path}: {error.strerror}. "
                 f"Choose another with --runs-dir."
@@ -98,6 +111,49 @@ class RunFolder:
             known = [str(config.parent) for config in beside]
             raise UnknownNameError("run", str(path), known, "A run's folder holds config.yaml.")
         return folder
+
+    def lock(self) -> None:
+        """Takes the run for this process alone, until `unlock` or the process's end, however it ends.
+
+        A file system without locks takes it for granted.
+
+        Raises:
+            ConfigError: Another process trains this run; says which.
+            OSError: The folder can't be written.
+        """
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            process = os.read(descriptor, 32).decode().strip()
+            os.close(descriptor)
+            stop = f" (kill -INT {process})" if process else ""
+            raise ConfigError(
+                f"run {self.path} is being trained by process {process or 'unknown'}. Wait for it to "
+                f"end or stop it{stop}, then go on with --resume {self.path}; or start another run "
+                "with another --name."
+            ) from None
+        except OSError:
+            os.close(descriptor)
+            return
+        with suppress(OSError):  # a full disk: locked all the same
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        """Lets another process train this run. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def new_trace(self) -> Path:
+        """Where this session's trace goes: beside those of earlier ones, not over them."""
+        for number in itertools.count(2):
+            if not self.trace.exists():
+                break
+            self.trace = self.path / f"trace-{number}.perfetto-trace"
+        return self.trace
 
     def write_config(self, config_yaml: str) -> None:
         """Writes the merged configuration, whole or not at all."""

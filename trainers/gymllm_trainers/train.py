@@ -18,21 +18,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gymllm.agent import AgentFactory
-from gymllm.errors import RunError, UnknownNameError
+from gymllm.errors import ConfigError, RunError, UnknownNameError
 from gymllm.pool import EnvPool
 from gymllm.rollout import AdmissionGate, Rollout
 from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Group, Trajectory
 from gymllm_agents import Tokenizer
-from gymllm_envs.scripted import scripted_player
-from gymllm_trainers.build import build_agents, build_pool
+from gymllm_envs.scripted import SCRIPTED_PLAYERS
+from gymllm_trainers.build import build_agents, open_pool
 from gymllm_trainers.checkpoint import Checkpointer, Json
 from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.config import TrainConfig, open_run_folder
 from gymllm_trainers.display import Display, RunView
 from gymllm_trainers.engine import JaxEngine
 from gymllm_trainers.engine.engine import EngineCounts
+from gymllm_trainers.flat_groups import FlatGroups
+from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.learner import Learner, LearnerState
 from gymllm_trainers.memory import keep_freed_memory
 from gymllm_trainers.models import (
@@ -40,20 +42,21 @@ from gymllm_trainers.models import (
     LoadedModel,
     decoder_params,
     load_model,
-    random_decoder,
     save_model,
-    tiny_config,
 )
 from gymllm_trainers.report import print_report
 from gymllm_trainers.run_files import RunFiles
-from gymllm_trainers.run_folder import warn
+from gymllm_trainers.run_folder import RunFolder, warn
 from gymllm_trainers.statistics import StepStatistics
-from gymllm_trainers.warm_start import cache_folder, learn_tokenizer, warm_start
+from gymllm_trainers.warm_start import cache_folder, random_start, warm_start
 
 T = TypeVar("T")
 
 TINY = "tiny"
 """Name of gymllm's own tiny model."""
+
+EXPORT_PATIENCE_S = 2.0
+"""How long after Ctrl-C the model may still be written."""
 
 
 def run(config: TrainConfig) -> None:
@@ -61,27 +64,40 @@ def run(config: TrainConfig) -> None:
 
     Raises:
         GymLLMError: A setting can't be used, or the run can't go on; what was collected is saved.
-        KeyboardInterrupt: Ctrl-C; a checkpoint was written.
+        KeyboardInterrupt: Ctrl-C; a checkpoint was written, and everything closed.
     """
-    started = time.monotonic()
-    keep_freed_memory()
-    use_compilation_cache()
-    folder = open_run_folder(config)
+    with Interrupt() as interrupt:
+        started = time.monotonic()
+        keep_freed_memory()
+        use_compilation_cache()
+        folder = open_run_folder(config)
+        try:
+            _run_in(folder, config, interrupt, started)
+        finally:
+            folder.unlock()
+
+
+def _run_in(folder: RunFolder, config: TrainConfig, interrupt: Interrupt, started: float) -> None:
     timeline = Timeline()
     checkpoints = Checkpointer(folder.checkpoints, keep=config.checkpoint.keep)
     resume_step = checkpoints.latest() if config.resume is not None else None
     view = RunView(name=folder.path.name, steps=config.steps, timeline=timeline)
-    files = RunFiles(folder, config, timeline, resume_step=resume_step)
+    files = RunFiles(
+        folder,
+        config,
+        timeline,
+        # A run that ended before its first checkpoint starts again: nothing of it stays on record.
+        resume_step=None if config.resume is None else resume_step or 0,
+        hurried=lambda: interrupt.requested,
+    )
     headline = "Stopped by an error"
     try:
         with Display(view, live=config.metrics.display) as display:
-            session = _Session(config, timeline, checkpoints, resume_step, view, display, files)
-            # asyncio: SIGINT cancels the main task, and is raised again once everything is closed.
-            anyio.run(_main, session, backend="asyncio")
-        headline = "Finished"
-    except KeyboardInterrupt:
-        headline = f"Interrupted at step {view.step}"
-        raise
+            session = _Session(
+                config, timeline, checkpoints, resume_step, view, display, files, interrupt
+            )
+            whole = anyio.run(_main, session, backend="asyncio")
+        headline = "Finished" if whole else f"Interrupted at step {view.step}"
     finally:
         files.close(draw=headline == "Finished")
         if headline == "Stopped by an error" and config.resume is None and folder.is_bare():
@@ -94,6 +110,8 @@ def run(config: TrainConfig) -> None:
                 elapsed_s=time.monotonic() - started,
                 headline=headline,
                 notes=files.notes,
+                shown=files.shown,
+                to_resume=headline != "Finished",
             )
 
 
@@ -108,20 +126,20 @@ class _Session:
     view: RunView
     display: Display
     files: RunFiles
+    interrupt: Interrupt
 
 
-async def _main(session: _Session) -> None:
+async def _main(session: _Session) -> bool:
+    """Whether the run was done before anyone interrupted it."""
+    with anyio.CancelScope() as scope, session.interrupt.cancels(scope):
+        await _set_up_and_train(session)
+    return not scope.cancelled_caught
+
+
+async def _set_up_and_train(session: _Session) -> None:
     config, display = session.config, session.display
     clock = session.timeline.clock("learner")
-    pool = build_pool(
-        config.env.id,
-        config.env.kwargs,
-        config.rollout.concurrency,
-        worker=config.env.worker,
-        reset_timeout_s=config.env.reset_timeout_s,
-        step_timeout_s=config.env.step_timeout_s,
-    )
-    try:
+    async with open_pool(config.env, config.rollout.concurrency) as pool:
         clock.enter("model")
         started = time.monotonic()
         model = await _model(config, pool, display.phase)
@@ -135,12 +153,9 @@ async def _main(session: _Session) -> None:
         try:
             await _train(session, pool, model.tokenizer, agents, learner, engine)
         finally:
+            clock.enter("closed")
             with anyio.CancelScope(shield=True):
                 await engine.aclose()
-    finally:
-        clock.enter("closed")
-        with anyio.CancelScope(shield=True):
-            await pool.aclose()
 
 
 async def _train(
@@ -179,6 +194,7 @@ async def _train(
     view.step, view.phase = learner.version, "training"
     session.display.phase("training")
     statistics = StepStatistics()
+    flat = FlatGroups(most=config.learner.max_flat_groups)
     saved = session.resume_step
     try:
         async with rollout.stream() as groups:
@@ -189,14 +205,21 @@ async def _train(
                 while learner.groups < config.learner.groups_per_step:
                     clock.enter("waiting: episodes")
                     group = await groups.receive()
-                    clock.enter("gradient")
+                    clock.enter("collect")
                     statistics.add(group)
                     session.files.trajectories(step, group.trajectories)
-                    if await _in_thread(lambda group=group: learner.add_group(group)):
+                    if await _in_thread(lambda group=group: learner.collect(group)):
+                        flat.end()
                         pending.append(group)
                     else:
                         rollout.settle(group.task)
                         gate.leave()
+                        flat.add(group)
+                    if learner.full_batches:
+                        clock.enter("gradient")
+                        await _in_thread(learner.compute)
+                clock.enter("gradient")
+                await _in_thread(lambda: learner.compute(flush=True))
                 clock.enter("update")
                 metrics = await _in_thread(learner.step)
                 clock.enter("publish")
@@ -233,6 +256,8 @@ async def _train(
                 await _in_thread(lambda: _checkpoint(session, progress))
     clock.enter("export")
     session.display.phase("writing the model")
+    # Ctrl-C lets it be written if that is quick, with time left to close the rest.
+    session.interrupt.patience_s = EXPORT_PATIENCE_S
     await _in_thread(lambda: _export(session, learner, tokenizer))
 
 
@@ -251,16 +276,21 @@ async def _model(
         except UnknownNameError as error:
             known = [*error.known, TINY]
             raise UnknownNameError(error.kind, error.name, known, error.hint) from None
-    settings = config.warm_start
-    player = scripted_player(config.env.id)  # an unknown one is an error before any work is done
-    if not settings.enabled:
-        tokenizer = await learn_tokenizer(pool, player, config=settings, seed=config.seed)
-        decoder = random_decoder(tiny_config(tokenizer.vocab_size), seed=config.seed, dtype=dtype)
-        return LoadedModel(
-            config=decoder.config, params=decoder_params(decoder), tokenizer=tokenizer
+    settings, folder = config.warm_start, warm_start_folder(config)
+    player = SCRIPTED_PLAYERS.get(config.env.id)
+    if settings.cache and folder.exists():
+        pass
+    elif not settings.enabled:
+        progress("training the tokenizer")
+        await random_start(folder, settings, pool=pool, player=player, seed=config.seed)
+    elif player is None:
+        raise ConfigError(
+            "the tiny model's warm start imitates a scripted player, and there is none for "
+            f"{config.env.id} (only for {', '.join(SCRIPTED_PLAYERS)}). Start from another model with "
+            "--model.name smollm2 or a model's folder, or from random weights with "
+            "--warm-start.no-enabled."
         )
-    folder = warm_start_folder(config)
-    if not (settings.cache and folder.exists()):
+    else:
         await warm_start(
             folder,
             settings,
@@ -279,7 +309,7 @@ async def _model(
 
 
 def warm_start_folder(config: TrainConfig) -> Path:
-    """Where the tiny model's warm start for this configuration is kept."""
+    """Where the tiny model that this configuration starts from is kept."""
     depends_on: dict[str, object] = {
         "env": (config.env.id, dict(config.env.kwargs)),
         "agent": asdict(config.agent),
@@ -327,7 +357,13 @@ def _position(session: _Session) -> tuple[int, list[int]]:
     if session.resume_step is None:
         return 0, []
     state = session.checkpoints.restore_state(session.resume_step)
-    return cast("int", state["next_task"]), cast("list[int]", state["again"])
+    match state:
+        case {"next_task": int(first), "again": list(again)}:
+            return first, cast("list[int]", again)
+        case _:
+            raise session.checkpoints.damaged(
+                session.resume_step, "state.json lacks next_task or again"
+            )
 
 
 # ------------------------------------------------------------------ what is kept

@@ -116,9 +116,12 @@ async def scripted_episodes(
 
 
 async def learn_tokenizer(
-    pool: EnvPool, player: ScriptedPlayer, *, config: WarmStartConfig, seed: int
+    pool: EnvPool, player: ScriptedPlayer | None, *, config: WarmStartConfig, seed: int
 ) -> Tokenizer:
-    """A tokenizer trained on what environment and player say, and on the template's own words."""
+    """A tokenizer trained on what environment and player say, and on the template's own words.
+
+    Without a player it knows the environment's first observations alone.
+    """
     rng = np.random.default_rng(seed)
     tasks = SeededTasks(run_seed=seed, split="warm-start")
     # The roles' words stand in every turn: each becomes one token.
@@ -127,6 +130,9 @@ async def learn_tokenizer(
         task = tasks.task(index)
         async with pool.lease() as env:
             observation, _ = await env.reset(seed=task.seed, options=task.options)
+            if player is None:
+                texts.append(observation)
+                continue
             for _ in range(100):
                 action = player(observation, rng, config.skill)
                 texts += [observation, action]
@@ -137,6 +143,32 @@ async def learn_tokenizer(
     return await anyio.to_thread.run_sync(
         lambda: train_tokenizer(texts, vocab_size=config.vocab_size), abandon_on_cancel=True
     )
+
+
+async def random_start(
+    folder: Path,
+    config: WarmStartConfig,
+    *,
+    pool: EnvPool,
+    player: ScriptedPlayer | None,
+    seed: int,
+) -> None:
+    """Makes a tiny model of random weights, with a tokenizer of its own.
+
+    Args:
+        folder: Where the model goes, in the hub's format. Whole or not there at all.
+        config: The size of the tokenizer.
+        pool: The environments, whose text it learns.
+        player: Plays them for that, where there is one.
+        seed: The run's seed.
+    """
+    tokenizer = await learn_tokenizer(pool, player, config=config, seed=seed)
+
+    def save() -> None:
+        decoder = random_decoder(tiny_config(tokenizer.vocab_size), seed=seed)
+        save_model(folder, decoder.config, decoder_params(decoder), tokenizer, overwrite=True)
+
+    await anyio.to_thread.run_sync(save, abandon_on_cancel=True)
 
 
 async def warm_start(
