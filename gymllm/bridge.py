@@ -316,7 +316,7 @@ class Inbox:
         """Belongs to the loop that runs here, asyncio's or trio's."""
         self._callbacks: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._woken = False
-        self._wake = _threadsafe_wake()
+        self._wake = threadsafe_wake()
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
         """Has the loop call `callback(*args)` soon; from any thread. Does nothing once it is closed."""
@@ -350,7 +350,11 @@ def current_host() -> object:
     return trio.lowlevel.current_trio_token()
 
 
-def _threadsafe_wake() -> Callable[[Callable[[], object]], object]:
+def threadsafe_wake() -> Callable[[Callable[[], object]], object]:
+    """What has the loop that runs here call something soon, from any thread.
+
+    It raises RuntimeError once the loop is closed.
+    """
     host = current_host()
     if isinstance(host, asyncio.AbstractEventLoop):
         return host.call_soon_threadsafe

@@ -44,6 +44,8 @@ class Limit:
             self._queue = _queue(loop, self.seconds)
             self._queue.add(self)
         self.scope.__enter__()
+        if loop is not None and loop.time() >= self.passes_at:
+            self.scope.cancel()  # a timer would let the first wait through
         return self
 
     def __exit__(

@@ -30,7 +30,6 @@ from gymllm.registration import check_id, make
 from gymllm.task import Task
 from gymllm.vector import VectorFace
 from gymllm.workers import (
-    MOST_SEATS,
     EnvProcesses,
     InlineWorker,
     Limits,
@@ -44,6 +43,7 @@ from gymllm.workers import (
     Worker,
     WorkerSupply,
 )
+from gymllm.workers.process import MOST_SEATS
 
 T = TypeVar("T")
 

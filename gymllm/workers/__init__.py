@@ -7,7 +7,6 @@ A `Slot` is one place of the pool: it holds a worker and deals with everything t
 from gymllm.workers.inline import InlineWorker as InlineWorker
 from gymllm.workers.limits import Limits as Limits
 from gymllm.workers.limits import PoolStats as PoolStats
-from gymllm.workers.process import MOST_SEATS as MOST_SEATS
 from gymllm.workers.process import EnvProcesses as EnvProcesses
 from gymllm.workers.process import ProcessWorker as ProcessWorker
 from gymllm.workers.slot import Slot as Slot
@@ -25,7 +24,6 @@ __all__ = [
     "InlineWorker",
     "Limits",
     "LoopWatch",
-    "MOST_SEATS",
     "MakeEnv",
     "PoolStats",
     "ProcessWorker",

@@ -143,7 +143,9 @@ class ThreadWorker:
                 self._inbox.post(_fail, call, error)
             else:
                 self._inbox.post(_answer, call, answer)
-            if self._runner is not None and not self._stopping:
+            if self._runner is not None:
+                if self._stopping:  # whoever said so may not have seen the runner
+                    self._runner.stop()
                 self._runner.run()
         if self._env is not None:  # nobody could wait for it to be closed
             with contextlib.suppress(Exception):

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 
-from gymllm.bridge import Inbox
+from gymllm.bridge import running_loop, threadsafe_wake
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,10 @@ FRAMES_SHOWN = 4
 
 
 class LoopWatch:
-    """Asks the loop that it is made on for a sign of life, from a daemon thread, until `stop`."""
+    """Asks the loop that it is made on for a sign of life, from a daemon thread, until `stop`.
+
+    The thread also ends when the loop is closed.
+    """
 
     def __init__(self, name: str, *, limit_s: float) -> None:
         """Starts to watch.
@@ -31,7 +34,8 @@ class LoopWatch:
             limit_s: How long the loop may stand still before it is said, once each time.
         """
         self._name, self._limit_s = name, limit_s
-        self._inbox = Inbox()
+        self._wake = threadsafe_wake()
+        self._loop = running_loop()
         self._loop_thread = threading.get_ident()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gymllm-watch", daemon=True)
@@ -46,9 +50,14 @@ class LoopWatch:
         period_s = min(PERIOD_S, self._limit_s)
         while not self._stopped.wait(period_s):
             alive = threading.Event()
-            self._inbox.post(alive.set)
+            try:
+                self._wake(alive.set)
+            except RuntimeError:  # the loop is closed; nobody had to close the pool
+                return
             if self._wait(alive, self._limit_s):
                 continue
+            if self._loop is not None and not self._loop.is_running():
+                continue  # between two runs of it
             log.warning("%s", self._message())
             while not self._wait(alive, PERIOD_S):
                 if self._stopped.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from gymllm.limit import Limit
@@ -33,6 +34,12 @@ async def test_a_block_that_ends_in_time_is_left_alone_later() -> None:
         pass
     await anyio.sleep(0.05)
     assert not limit.passed
+
+
+async def test_a_limit_that_has_passed_cancels_the_first_wait() -> None:
+    with Limit(1e-9) as limit:
+        await anyio.lowlevel.checkpoint()
+    assert limit.passed
 
 
 async def test_what_a_block_raises_comes_out() -> None:

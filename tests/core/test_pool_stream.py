@@ -282,8 +282,9 @@ async def test_a_start_has_a_limit_of_its_own(slow_start: type[SlowStart]) -> No
         await env.reset()
     await pool.aclose()
     with anyio.fail_after(5):
-        while any(thread.name.startswith("gymllm-env") for thread in threading.enumerate()):
-            await anyio.sleep(0.001)  # the one that was too slow closes what it made, and ends
+        # The one that was too slow closes what it made, and ends.
+        while any(thread.name.startswith("gymllm-env") for thread in threading.enumerate()):  # noqa: ASYNC110
+            await anyio.sleep(0.001)
 
 
 @pytest.mark.anyio
