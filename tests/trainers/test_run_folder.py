@@ -40,7 +40,7 @@ def test_create_makes_everything_and_saves_the_config(tmp_path):
 
 def test_create_is_exclusive(tmp_path):
     RunFolder.create(tmp_path, "a", "").unlock()
-    with pytest.raises(ConfigError, match="a run is already in .*--resume"):
+    with pytest.raises(ConfigError, match=r"a run is already in .*--resume"):
         RunFolder.create(tmp_path, "a", "")
 
 

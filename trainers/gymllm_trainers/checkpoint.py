@@ -148,7 +148,6 @@ class Checkpointer:
             except (ModelError, MemoryError):
                 raise
             except Exception as error:  # Orbax and what it stands on raise many types
-                _keep_late_writes_quiet()
                 raise self.damaged(
                     step, f"arrays/{key} can't be read ({_first_line(error)})"
                 ) from error
@@ -184,11 +183,7 @@ def _save_tree(path: Path, tree: PyTree) -> None:
     import orbax.checkpoint as ocp
 
     with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
-        try:
-            checkpointer.save(path, _flatten(tree))
-        except Exception:
-            _keep_late_writes_quiet()
-            raise
+        checkpointer.save(path, _flatten(tree))
 
 
 def _restore_tree(path: Path, like: PyTree) -> PyTree:
@@ -277,15 +272,11 @@ class _QuietLateWrites:
             self._before(unraisable)
 
 
-def _keep_late_writes_quiet() -> None:
-    """To be called when one of Orbax's operations has failed; lasts."""
-    if not isinstance(sys.unraisablehook, _QuietLateWrites):
-        sys.unraisablehook = _QuietLateWrites(sys.unraisablehook)
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Orbax reports each save through absl's logger, and warns of shardings it then handles."""
+    if not isinstance(sys.unraisablehook, _QuietLateWrites):
+        sys.unraisablehook = _QuietLateWrites(sys.unraisablehook)  # stays: late is after this block
     loggers = [logging.getLogger(name) for name in ("absl", "orbax")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -72,7 +72,7 @@ def _main(body: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> 
     finally:
         if argv is None:
             # Everything is closed: Ctrl-C while Python itself ends needs no traceback.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, lambda signum, frame: os._exit(EXIT_INTERRUPTED))
 
 
 def _nobody_reads() -> bool:
