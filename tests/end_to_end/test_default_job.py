@@ -157,6 +157,11 @@ def interrupted_early(folder: Path) -> Moment:
 
 @pytest.fixture(scope="module")
 def finished(folder: Path, interrupted_early: Moment) -> Moment:
+    # What is there after kill -9 in the second step: records, and no checkpoint to go on from.
+    run = folder / "runs" / "job"
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.0}\n')
+    for step in (1, 2):
+        (run / "trajectories" / f"step_{step:06d}.jsonl").write_text("{}\n")
     return live(folder, "finished", ["--resume", "runs/job"])
 
 
@@ -171,6 +176,14 @@ def resumed(folder: Path, interrupted_late: Moment) -> Moment:
     assert interrupted_late.checkpoint is not None
     steps = str(interrupted_late.checkpoint + 2)
     return live(folder, "resumed", ["--resume", "runs/job", "--steps", steps])
+
+
+@pytest.fixture(scope="module")
+def interrupted_last(folder: Path, resumed: Moment) -> Moment:
+    """Ctrl-C when every step is done and the rest is being written."""
+    assert resumed.checkpoint is not None
+    arguments = ["--resume", "runs/job", "--steps", str(resumed.checkpoint + 1)]
+    return live(folder, "last", arguments, interrupt_at="writing the model")
 
 
 @pytest.fixture(params=["finished", "resumed"])
@@ -205,7 +218,43 @@ def test_ctrl_c_in_training_leaves_a_checkpoint_of_the_last_step(interrupted_lat
     assert "Interrupted at step" in interrupted_late.output
 
 
+def test_ctrl_c_while_the_run_is_closing_loses_nothing(interrupted_last: Moment) -> None:
+    assert interrupted_last.code == 130, interrupted_last.output
+    assert interrupted_last.seconds < 6
+    assert "Traceback" not in interrupted_last.output
+    assert "Everything is in runs/job" in interrupted_last.output
+    assert trace_of(interrupted_last).stat().st_size > 0
+    assert interrupted_last.checkpoint == len(interrupted_last.metrics)
+
+
+def test_interrupted_report_ends_with_how_to_go_on(
+    interrupted_early: Moment, interrupted_late: Moment, finished: Moment
+) -> None:
+    for moment in (interrupted_early, interrupted_late):
+        assert moment.output.rstrip().endswith("gymllm-train --resume runs/job")
+    assert "gymllm-eval" not in interrupted_early.output, "there is nothing to evaluate yet"
+    assert "gymllm-eval --model runs/job" in interrupted_late.output
+    assert finished.output.rstrip().endswith("gymllm-eval --model runs/job")
+
+
+def test_each_session_leaves_its_own_trace(
+    interrupted_early: Moment, finished: Moment, interrupted_late: Moment
+) -> None:
+    names = [trace_of(moment).name for moment in (interrupted_early, finished, interrupted_late)]
+    assert names == [f"trace{n}.perfetto-trace" for n in ("", "-2", "-3")]
+    assert (
+        trace_of(interrupted_early).read_bytes()
+        == (finished.run / "trace.perfetto-trace").read_bytes()
+    )
+
+
 # ---------------------------------------------------------------------- what a run leaves
+
+
+def trace_of(moment: Moment) -> Path:
+    """The trace that the report names."""
+    (name,) = re.findall(r"trace\S*\.perfetto-trace", moment.output)
+    return moment.run / name
 
 
 def test_every_step_is_on_record_once_and_finite(whole: Moment) -> None:
@@ -232,7 +281,7 @@ def test_everything_that_is_promised_is_there(whole: Moment) -> None:
     assert (whole.run / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "left, down, right or up" in (whole.run / "trajectories.html").read_text()
     trace = Trace()
-    trace.ParseFromString((whole.run / "trace.perfetto-trace").read_bytes())
+    trace.ParseFromString(trace_of(whole).read_bytes())
     names = {packet.track_event.name for packet in trace.packet}
     assert {"gradient", "decode", "prefill", "step"} <= names
     records = list((whole.run / "wandb").glob("offline-run-*/run-*.wandb"))

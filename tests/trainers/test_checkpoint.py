@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +134,83 @@ def test_checkpoint_of_another_model_is_refused(tmp_path, like, message):
     saver.save(1, {"params": {"w": jnp.ones((2, 3))}}, {})
     with pytest.raises(ModelError, match=message):
         saver.restore(1, like)
+
+
+def spoil(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("state.json", "state.json can't be read"),
+        ("arrays", "arrays/ is missing"),
+        ("arrays/x/_METADATA", "arrays/x can't be read"),
+        ("arrays/x/manifest.ocdbt", "arrays/x can't be read"),
+        ("arrays/x/d", "arrays/x can't be read"),
+    ],
+)
+def test_damaged_checkpoint_says_what_is_wrong_and_how_to_go_on(tmp_path, capfd, what, said):
+    saver = Checkpointer(tmp_path / "run" / "checkpoints", keep=3)
+    weights = {"x": {"w": jnp.arange(5000.0)}}
+    for step in (1, 3, 4):
+        saver.save(step, weights, {"next": 1})
+    path = saver.path(4) / what
+    if what == "arrays":
+        shutil.rmtree(path)
+    elif path.is_dir():
+        for file in path.iterdir():
+            spoil(file)
+    else:
+        spoil(path)
+    read = (
+        saver.restore_state if what == "state.json" else lambda step: saver.restore(step, weights)
+    )
+    with pytest.raises(ModelError) as raised:
+        read(4)
+    message = str(raised.value)
+    assert f"the checkpoint {saver.path(4)} is damaged: " in message
+    assert said in message
+    assert "There are earlier ones, of step 1, 3." in message
+    assert f"rm -r {saver.path(4)}" in message
+    assert f"go on from step 3 with gymllm-train --resume {tmp_path / 'run'}" in message
+    shutil.rmtree(saver.path(4))
+    assert_same(saver.restore(3, weights), weights)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_only_checkpoint_being_damaged_means_another_start(tmp_path):
+    saver = Checkpointer(tmp_path)
+    saver.save(2, {"x": jnp.ones(1)}, {})
+    (saver.path(2) / "state.json").write_text("[1]")
+    with pytest.raises(ModelError, match=r"hold a mapping\. There is no earlier one.*beginning"):
+        saver.restore_state(2)
+
+
+def test_reader_leaves_alone_what_another_process_is_writing(tmp_path):
+    writing = tmp_path / ".writing-2"
+    writing.mkdir()
+    Checkpointer(tmp_path, read_only=True)
+    assert writing.exists()
+    Checkpointer(tmp_path)
+    assert not writing.exists()
+
+
+def test_late_writes_of_orbax_are_quiet_and_nothing_else_is(tmp_path, monkeypatch):
+    heard: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    saver = Checkpointer(tmp_path)
+    for step in (1, 2):
+        saver.save(step, {"x": jnp.ones(1)}, {})
+    late = SimpleNamespace(exc_value=RuntimeError("Event loop is closed"), object=None)
+    sys.unraisablehook(late)  # type: ignore[arg-type] # stands for UnraisableHookArgs
+    assert heard == []
+    for other in (
+        SimpleNamespace(exc_value=RuntimeError("Event loop is closed"), object=saver),
+        SimpleNamespace(exc_value=ValueError("bug"), object=None),
+    ):
+        sys.unraisablehook(other)  # type: ignore[arg-type] # as above
+        assert heard.pop() is other
 
 
 def test_keep_below_one_is_refused(tmp_path):

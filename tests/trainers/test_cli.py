@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gymllm.errors import (
@@ -96,6 +97,61 @@ def test_evaluate_the_scripted_player(capsys):
     assert summary["env_kwargs"] == {"size": 2}
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--env-kwargs", "size", "2", "is_slippery", "False"],
+        ["--env.kwargs", "size", "2", "is_slippery", "False"],
+        ["--env-kwargs.size", "2", "--env-kwargs.is-slippery=false"],
+        ["--env.kwargs.size=2", "--env.kwargs.is_slippery", "false"],
+    ],
+)
+def test_arguments_of_the_environment_are_spelt_as_for_training(flags):
+    from gymllm_trainers.evaluate import load_settings
+
+    evaluation = load_settings(["--model", "scripted", *flags])
+    assert evaluation.env.kwargs == {"size": 2, "is_slippery": False}
+
+
+def test_interrupted_evaluation_says_so_and_where_its_transcripts_are(capsys, monkeypatch):
+    from gymllm_envs.scripted import SCRIPTED_PLAYERS
+    from gymllm_trainers.evaluate import load_settings, run
+
+    lake = "gymllm/FrozenLake-v0"
+    play = SCRIPTED_PLAYERS[lake]
+    turns: list[str] = []
+
+    def interrupting(text: str, rng: np.random.Generator, skill: float) -> str:
+        turns.append(text)
+        if len(turns) == 60:
+            signal.raise_signal(signal.SIGINT)
+        return play(text, rng, skill)
+
+    monkeypatch.setitem(SCRIPTED_PLAYERS, lake, interrupting)
+    arguments = ["--model", "scripted", "--episodes", "500", "--concurrency", "2", "--out", "out"]
+    with pytest.raises(KeyboardInterrupt):
+        run(load_settings(arguments))
+    shown = capsys.readouterr().out
+    ended = len(list(read_jsonl(Path("out/transcripts.jsonl"))))
+    assert 0 < ended < 500
+    assert f"Interrupted after {ended} of 500 episodes." in shown
+    assert "out/transcripts.html" in shown
+    assert Path("out/transcripts.html").exists()
+
+
+def test_nobody_reading_the_output_is_no_traceback():
+    for body in ("print('x' * 10**6)", "print('short')", "print('help'); sys.exit(0)"):
+        script = f"import sys\nfrom gymllm_trainers import cli\ndef body(_):\n    {body}\n"
+        script += "sys.exit(cli._main(body, None))"
+        read, write = os.pipe()
+        os.close(read)
+        process = subprocess.run(
+            [sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, check=False
+        )
+        os.close(write)
+        assert (process.returncode, process.stderr) == (141, b"")
+
+
 def test_evaluation_is_a_function_of_its_seed():
     for out, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         arguments = ["--model", "scripted", "--episodes", "4", "--skill", "0.5", "--out", out]
@@ -116,7 +172,10 @@ def test_evaluation_is_a_function_of_its_seed():
     [
         (["--model", "smolm2"], "Did you mean smollm2?"),
         (["--model", "scripted", "--env", "gymllm/FrozenLak-v0"], "gymllm/FrozenLake-v0"),
-        (["--model", "scripted", "--env", "CartPole-v1"], "scripted player"),
+        (
+            ["--model", "scripted", "--env", "CartPole-v1"],
+            "there is no scripted player for CartPole-v1, only for gymllm/FrozenLake-v0",
+        ),
         (["--model", "scripted", "--env-kwargs", "sise", "4"], "sise"),
         (["--model", "scripted", "--episodes", "0"], "--episodes must be >= 1, got 0"),
         (["--model", "scripted", "--skill", "2"], "--skill must be from 0 to 1"),

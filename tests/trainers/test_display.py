@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
+import sys
 
 import pytest
 from rich.console import Console
 
 from gymllm.timeline import Timeline
 from gymllm_trainers.display import Display, RunView, render, sparkline, step_line
+
+
+def test_reader_that_leaves_does_not_end_the_run(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    out = os.fdopen(write, "w")
+    monkeypatch.setattr(sys, "stdout", out)
+    with Display(make_view(), live=False) as display:
+        for _ in range(2):
+            display.step_done()
+    monkeypatch.undo()
+    with contextlib.suppress(BrokenPipeError):
+        out.close()
 
 
 def make_view(**changes: object) -> RunView:

@@ -88,6 +88,30 @@ def random_groups(seed: int = 0, count: int = 3) -> list[Group]:
     ]
 
 
+def test_collecting_computes_no_gradient_and_computing_changes_nothing_else(
+    learner: Learner,
+) -> None:
+    groups = random_groups(count=6)
+    state = learner.state
+    for one in groups:
+        assert learner.add_group(one)
+    expected = learner.step()
+    after = parameters(learner)
+    learner.state = state
+    for one in groups:
+        assert learner.collect(one)
+    assert learner.micro_batches == 0
+    assert learner.full_batches > 0
+    learner.compute()
+    assert learner.full_batches == 0
+    assert learner.micro_batches > 0
+    learner.compute(flush=True)
+    count = learner.micro_batches
+    assert learner.step() == expected
+    assert_same(parameters(learner), after, 0.0)
+    assert count > 0
+
+
 def gradient(one: Learner) -> list[np.ndarray]:
     """The mean gradient of the last step, from Adam's first moment after the first step."""
 

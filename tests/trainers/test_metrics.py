@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,24 @@ from gymllm_trainers.run_folder import RunFolder
 def logged_out(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_closing_in_a_hurry_does_not_wait_for_wandb(tmp_path, monkeypatch):
+    hang = threading.Event()
+    monkeypatch.setattr(WandbWriter, "_send", lambda self: hang.wait(60))
+    said: list[str] = []
+    asked: list[int] = []
+
+    def hurried() -> bool:
+        asked.append(0)
+        return len(asked) > 1
+
+    writer = WandbWriter(tmp_path, name="a", mode="offline", hurried=hurried, warn=said.append)
+    started = time.monotonic()
+    writer.close(timeout_s=30)
+    assert time.monotonic() - started < 5
+    assert "did not finish" in said[0]
+    hang.set()
 
 
 def test_records_read_back(tmp_path):

@@ -22,12 +22,15 @@ from gymllm.pool import EnvPool
 from gymllm.trajectory import Ending, Trajectory
 from gymllm_agents import ConversationAgent, ConversationConfig, Tokenizer, train_tokenizer
 from gymllm_envs.scripted import scripted_player
+from gymllm_trainers import train
 from gymllm_trainers import warm_start as module
+from gymllm_trainers.config import load_config
 from gymllm_trainers.models import DecoderConfig, load_model
 from gymllm_trainers.warm_start import (
     WarmStartConfig,
     cache_folder,
     learn_tokenizer,
+    random_start,
     scripted_episodes,
     supervised,
     warm_start,
@@ -158,6 +161,45 @@ async def test_the_tokenizer_knows_the_templates_words() -> None:
         assert len(tokenizer.encode(word, allow_special=False)) == 1, word
     text = "row 1 column 2: left F"
     assert tokenizer.encode(text, allow_special=False) == again.encode(text, allow_special=False)
+
+
+@pytest.mark.asyncio
+async def test_without_a_player_the_tokenizer_learns_what_the_environment_says() -> None:
+    async with lakes() as pool:
+        tokenizer = await learn_tokenizer(pool, None, config=WarmStartConfig(), seed=0)
+    assert len(tokenizer.encode("assistant", allow_special=False)) == 1
+    text = "left, down, right or up"
+    assert len(tokenizer.encode(text, allow_special=False)) < len(text) / 2
+
+
+@pytest.mark.asyncio
+async def test_random_start_leaves_a_whole_model(tmp_path: Path) -> None:
+    async with lakes() as pool:
+        await random_start(tmp_path / "m" / "model", CONFIG, pool=pool, player=None, seed=3)
+    model = load_model(str(tmp_path / "m" / "model"))
+    assert model.tokenizer.vocab_size == model.config.vocab_size == 300
+    expected = module.decoder_params(module.random_decoder(model.config, seed=3))
+    for one, other in zip(jax.tree.leaves(model.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_environment_without_a_player_needs_none_for_random_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(train, "SCRIPTED_PLAYERS", {"other": PLAYER})
+    flags = [] if enabled else ["--warm-start.no-enabled"]
+    config = load_config(["--warm-start.vocab-size", "300", *flags])
+    async with lakes() as pool:
+        if enabled:
+            with pytest.raises(ConfigError, match=r"smollm2 .*--warm-start\.no-enabled"):
+                await train._model(config, pool, lambda phase: None)
+        else:
+            model = await train._model(config, pool, lambda phase: None)
+            assert model.tokenizer.vocab_size == 300
+            assert train.warm_start_folder(config).is_dir(), "gymllm-eval starts from it too"
 
 
 @pytest.mark.asyncio
