@@ -45,6 +45,9 @@ class EnvSession(Protocol):
 
     async def step(self, action: str) -> StepResultLike: ...
 
+    limit: Limit | None
+    """A limit around the whole episode, which may then end with a step's own; see `LeasedEnv`."""
+
 
 class EnvSource(Protocol):
     """Where episodes get their environments from: an `EnvPool`."""
@@ -110,10 +113,13 @@ async def run_episode(
     started = time.perf_counter_ns()
     ending, reason = Ending.TRUNCATED, "episode_timeout"
     try:
-        with Limit(limits.episode_timeout_s):
-            ending, reason = await _play(env, agent, task, turns, limits, timeline, name)
+        with Limit(limits.episode_timeout_s) as limit:
+            env.limit = limit
+            ending, reason = await _play(env, agent, task, turns, limits, limit, timeline, name)
     except (EnvError, EngineError) as error:
         ending, reason = Ending.FAILED, f"{type(error).__name__}: {error}"
+    finally:
+        env.limit = None
     ended = time.perf_counter_ns()
     timeline.add(name, f"episode ({ending})", started, ended, {"turns": len(turns)})
     return Trajectory(
@@ -137,6 +143,7 @@ async def _play(
     task: Task,
     turns: list[Turn],
     limits: EpisodeLimits,
+    limit: Limit,
     timeline: Timeline,
     name: str,
 ) -> tuple[Ending, str]:
@@ -144,7 +151,7 @@ async def _play(
         observation, _ = await env.reset(seed=task.seed, options=task.options or None)
     while True:
         action = None
-        with Limit(limits.generate_timeout_s):
+        with limit.within(limits.generate_timeout_s):
             action = await agent.act(observation)
         if action is None:
             raise EngineTimeoutError(

@@ -31,8 +31,16 @@ class Limit:
 
     @property
     def passed(self) -> bool:
-        """Whether the block was cancelled, by the limit or through `scope`."""
+        """Whether the block was cancelled, by the limit or by `cancel`."""
         return self.scope.cancel_called
+
+    def cancel(self) -> None:
+        """Cancels the block now."""
+        self.scope.cancel()
+
+    def within(self, seconds: float) -> LimitWithin:
+        """A shorter limit around a part of this block, after which the whole block must end."""
+        return LimitWithin(self, seconds)
 
     def __enter__(self) -> Self:
         loop = running_loop()
@@ -59,20 +67,67 @@ class Limit:
         return self.scope.__exit__(kind, error, trace)
 
 
+class LimitWithin:
+    """A limit that has no cancel scope of its own, but cancels the block of an outer `Limit`.
+
+    So it costs next to nothing, and once it has passed, nothing else in the outer block can wait. Use it
+    in the outer limit's task, with no cancel scope between the two.
+    """
+
+    __slots__ = ("_outer", "_queue", "_scope", "passed", "passes_at", "seconds")
+
+    def __init__(self, outer: Limit, seconds: float) -> None:
+        self._outer, self.seconds = outer, seconds
+        self.passes_at = 0.0
+        self.passed = False
+        """Whether this limit, not the outer one, was what cancelled the block."""
+        self._queue: _Queue | None = None
+        self._scope: anyio.CancelScope | None = None
+
+    def cancel(self) -> None:
+        """Cancels the block, and the outer one, now."""
+        self.passed = True
+        self._outer.scope.cancel()
+
+    def __enter__(self) -> Self:
+        loop = running_loop()
+        if loop is None:
+            self._scope = anyio.CancelScope(deadline=anyio.current_time() + self.seconds)
+            self._scope.__enter__()
+            return self
+        self.passes_at = loop.time() + self.seconds
+        self._queue = _queue(loop, self.seconds)
+        self._queue.add(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if self._queue is not None:
+            self._queue.remove(self)
+            return self.passed and isinstance(error, asyncio.CancelledError)
+        assert self._scope is not None, "it was entered"
+        self.passed = self.passed or self._scope.cancel_called
+        return self._scope.__exit__(kind, error, trace)
+
+
 class _Queue:
     """The open limits of one length on one loop, oldest first."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self._loop, self._seconds = loop, seconds
-        self._open: dict[Limit, None] = {}  # in order, and any of them can be taken out
+        self._open: dict[Limit | LimitWithin, None] = {}  # in order; any can be taken out
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, limit: Limit) -> None:
+    def add(self, limit: Limit | LimitWithin) -> None:
         self._open[limit] = None
         if self._timer is None:
             self._timer = self._loop.call_at(limit.passes_at, self._look)
 
-    def remove(self, limit: Limit) -> None:
+    def remove(self, limit: Limit | LimitWithin) -> None:
         self._open.pop(limit, None)
 
     def _look(self) -> None:
@@ -83,7 +138,7 @@ class _Queue:
                 self._timer = self._loop.call_at(limit.passes_at, self._look)
                 return
             del self._open[limit]
-            limit.scope.cancel()
+            limit.cancel()
 
 
 _queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, _Queue]] = (

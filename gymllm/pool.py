@@ -26,6 +26,7 @@ from gymnasium.vector import AutoresetMode
 
 from gymllm.bridge import HomeLoop
 from gymllm.errors import ClosedError, ConfigError, EngineError, EnvError, UnknownNameError
+from gymllm.limit import Limit
 from gymllm.registration import check_id, make
 from gymllm.task import Task
 from gymllm.vector import VectorFace
@@ -61,6 +62,9 @@ class LeasedEnv:
         self.slot = slot.index
         self.observation: Any = None
         """The last one; None before the first reset."""
+        self.limit: Limit | None = None
+        """Set it to a limit around the whole episode, and a step whose own limit passes ends that too:
+        cheaper, where nothing goes on after such a step."""
         self.info: dict[str, object] = {}
         """The last one."""
 
@@ -94,7 +98,7 @@ class LeasedEnv:
                 "episode or raised. Call reset() first."
             )
         self._running = False  # stays so if the step raises or is cancelled
-        result = await slot.step(action)
+        result = await slot.step(action, self.limit)
         self._running = not (result.terminated or result.truncated)
         self.observation, self.info = result.observation, result.info
         return result

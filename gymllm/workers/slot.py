@@ -20,7 +20,7 @@ from gymnasium.error import ResetNeeded
 
 from gymllm.bridge import Finished, running_loop
 from gymllm.errors import ClosedError, EnvCrashedError, EnvTimeoutError, EnvTypeError
-from gymllm.limit import Limit
+from gymllm.limit import Limit, LimitWithin
 from gymllm.workers.limits import Limits, PoolStats
 from gymllm.workers.supply import WorkerSupply
 from gymllm.workers.thread import ThreadWorker
@@ -77,7 +77,7 @@ class Slot:
         self._facts: EnvFacts | None = None
         self._was_built = False
         self._closed = False
-        self._scope: anyio.CancelScope | None = None  # of the call in progress
+        self._limit: Limit | LimitWithin | None = None  # of the call in progress
         self._busy = False
         self._call_ended: anyio.Event | None = (
             None  # what `aclose` waits for, if a call is in progress
@@ -133,8 +133,14 @@ class Slot:
             )
         )
 
-    def begin_step(self, action: Any) -> Finished[StepResult] | Coroutine[object, Any, StepResult]:
+    def begin_step(
+        self, action: Any, outer: Limit | None = None
+    ) -> Finished[StepResult] | Coroutine[object, Any, StepResult]:
         """Takes one action.
+
+        Args:
+            action: Given to the environment.
+            outer: A limit that the caller is in, and that ends if this step's own limit passes.
 
         Returns:
             The answer where nothing had to be waited for, else what to await for it, which raises:
@@ -153,11 +159,12 @@ class Slot:
             self._limits.step_timeout_s,
             lambda: worker.call("step", action),
             self._check_step,
+            outer,
         )
 
-    async def step(self, action: Any) -> StepResult:
-        """Takes one action. Raises as `begin_step` and what that returns."""
-        return await _end(self.begin_step(action))
+    async def step(self, action: Any, outer: Limit | None = None) -> StepResult:
+        """As `begin_step`, waited for."""
+        return await _end(self.begin_step(action, outer))
 
     async def render(self) -> object:
         """What the environment's `render` returns. Raises as `step`."""
@@ -179,8 +186,8 @@ class Slot:
         """Cancels the call in progress, which raises `ClosedError`, and closes the environment."""
         self._closed = True
         deadline = anyio.current_time() + self._limits.close_timeout_s
-        if self._scope is not None:
-            self._scope.cancel()
+        if self._limit is not None:
+            self._limit.cancel()
         if self._busy:
             self._call_ended = anyio.Event()
             with anyio.CancelScope(deadline=deadline, shield=True):
@@ -198,6 +205,7 @@ class Slot:
         limit_s: float,
         begin: Callable[[], Finished[object] | Awaitable[object]],
         check: Callable[[object], T],
+        outer: Limit | None = None,
     ) -> Finished[T] | Coroutine[object, Any, T]:
         """One call; what waits does so within its limit, and what goes wrong closes the environment.
 
@@ -208,13 +216,13 @@ class Slot:
         try:
             started = begin()
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return self._go_on(method, limit_s, error, check)
+            return self._go_on(method, limit_s, error, check, outer)
         if not isinstance(started, Finished):
-            return self._go_on(method, limit_s, started, check)
+            return self._go_on(method, limit_s, started, check, outer)
         try:
             return Finished(check(started.value))
         except EnvTypeError as error:
-            return self._go_on(method, limit_s, error, check)
+            return self._go_on(method, limit_s, error, check, outer)
 
     async def _go_on(
         self,
@@ -222,6 +230,7 @@ class Slot:
         limit_s: float,
         started: Awaitable[object] | BaseException,
         check: Callable[[object], T],
+        outer: Limit | None,
     ) -> T:
         """The rest of a call that has to wait, or has failed."""
         self._busy, healthy = True, False
@@ -230,7 +239,7 @@ class Slot:
                 raise started
             if isinstance(started, BaseException):
                 raise self._crashed(method, started) from started
-            answer = check(await self._limited(method, limit_s, started))
+            answer = check(await self._limited(method, limit_s, started, outer))
             healthy = True
             return answer
         except EnvTypeError as error:
@@ -243,18 +252,20 @@ class Slot:
             if self._call_ended is not None:
                 self._call_ended.set()
 
-    async def _limited(self, method: str, limit_s: float, operation: Awaitable[object]) -> object:
+    async def _limited(
+        self, method: str, limit_s: float, operation: Awaitable[object], outer: Limit | None
+    ) -> object:
         """Waits for a call within its limit and says by the exception's type how it ended."""
         problem: BaseException
         cancellations = _cancellations()
-        with Limit(limit_s) as limit:
-            scope = self._scope = limit.scope
+        with Limit(limit_s) if outer is None else outer.within(limit_s) as limit:
+            self._limit = limit
             try:
                 return await operation
             except (Exception, SystemExit) as error:
-                if isinstance(error, EnvTypeError) and not scope.cancel_called:
+                if isinstance(error, EnvTypeError) and not limit.passed:
                     raise  # `Env` has looked at the answer already
-                if not scope.cancel_called and _cancellations() > cancellations:
+                if not limit.passed and _cancellations() > cancellations:
                     # It answered its caller's cancellation with an exception of its own.
                     self._stats.cancelled += 1
                     raise asyncio.CancelledError from error
@@ -264,15 +275,13 @@ class Slot:
                     _cancellations()
                     == cancellations  # nobody cancelled us: the environment raised it
                 )
-                if scope.cancel_called or not stray:
-                    self._stats.cancelled += not scope.cancel_called
+                if limit.passed or not stray:
+                    self._stats.cancelled += not limit.passed
                     raise
                 problem = error
             finally:
-                self._scope = None
-            if (
-                not scope.cancel_called
-            ):  # else it is the cancellation that the environment raised from
+                self._limit = None
+            if not limit.passed:  # else it is the cancellation that the environment raised from
                 raise self._crashed(method, problem) from problem
         if self._closed:
             raise ClosedError(self._say(method, "the pool was closed meanwhile"))

@@ -86,3 +86,22 @@ async def test_the_outer_of_two_limits_ends_both() -> None:
         raise AssertionError("not reached")
     assert outer.passed
     assert not inner.passed
+
+
+async def test_a_limit_within_ends_both_and_says_which_it_was() -> None:
+    reached = False
+    with anyio.fail_after(5), Limit(60) as outer:
+        with outer.within(0.02) as inner:
+            await anyio.sleep_forever()
+        reached = True
+    assert inner.passed
+    assert reached
+
+
+async def test_an_outer_limit_that_passes_is_not_taken_for_the_one_within() -> None:
+    with anyio.fail_after(5), Limit(0.02) as outer:
+        with outer.within(60) as inner:
+            await anyio.sleep_forever()
+        raise AssertionError("not reached")
+    assert outer.passed
+    assert not inner.passed
