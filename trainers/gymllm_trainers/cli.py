@@ -58,14 +58,11 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 def _main(body: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
     """As `_run`, with what a process of its own needs at its end."""
     try:
-        code = _run(body, argv)
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(body, argv)
+        finally:
+            sys.stdout.flush()  # after tyro's own way out too: Python's last flush can't be caught
     except BrokenPipeError:
-        if not _nobody_reads():
-            raise
-        return _leave_pipe()
-    except SystemExit:  # tyro's own way out, after --help
         if not _nobody_reads():
             raise
         return _leave_pipe()
