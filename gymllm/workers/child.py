@@ -8,6 +8,7 @@ share the process wait at the same time, and one that is alone can be interrupte
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import pickle
 import signal
@@ -202,3 +203,8 @@ def main(sockets: Sequence[int], memory_limit_bytes: int) -> None:
     seats = [Seat(socket.socket(fileno=number)) for number in sockets]
     with suppress(ConnectionError):  # the pool hung up in the middle of an answer
         asyncio.run(serve(seats))
+    # What libraries want done at the end is done; taking the interpreter apart would take longer.
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
