@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -500,14 +501,7 @@ def _entry_point(env_id: str) -> object:
         return None
 
 
-def make_pool(
-    env_id: str,
-    num_envs: int = 1,
-    *,
-    worker: str | None = None,
-    autoreset_mode: AutoresetMode | str = AutoresetMode.DISABLED,
-    **kwargs: Any,
-) -> EnvPool:
+def make_pool(env_id: str, /, num_envs: int = 1, **kwargs: Any) -> EnvPool:
     """A pool of one id's environments, as `gymnasium.make_vec` wants it.
 
     With the id filled in by `functools.partial`, this is an environment's `vector_entry_point`.
@@ -515,9 +509,20 @@ def make_pool(
     Args:
         env_id: The environment's id.
         num_envs: As for `EnvPool`.
-        worker: As for `EnvPool`.
-        autoreset_mode: As for `EnvPool`.
-        **kwargs: Given to each environment.
+        **kwargs: What `EnvPool` knows (worker, autoreset_mode, ...) is given to it, the rest to each
+            environment.
     """
+    settings = {name: kwargs.pop(name) for name in POOL_SETTINGS & kwargs.keys()}
     make_env = functools.partial(make, env_id, **kwargs)
-    return EnvPool(make_env, num_envs, worker=worker, autoreset_mode=autoreset_mode, env_id=env_id)
+    inner = kwargs.get("env_id")  # of gymllm/Gym-v0
+    return EnvPool(
+        make_env, num_envs, env_id=f"{env_id} ({inner})" if inner else env_id, **settings
+    )
+
+
+POOL_SETTINGS = frozenset(
+    name
+    for name, parameter in inspect.signature(EnvPool).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+) - {"text", "env_id"}
+"""Keyword arguments of `make_pool` that are the pool's; its environments are always played in text."""

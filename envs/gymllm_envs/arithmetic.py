@@ -15,8 +15,7 @@ from typing import Any, final
 
 from gymllm.env import Env
 from gymllm.errors import ConfigError
-from gymllm.pool import EnvPool
-from gymllm.registration import make
+from gymllm.pool import make_pool
 
 ENV_ID = "gymllm/Arithmetic-v0"
 OPERATORS: dict[str, Callable[[int, int], int]] = {
@@ -149,6 +148,5 @@ def last_number(text: str) -> Fraction | None:
     return None if found is None else Fraction(found[0][:LONGEST_NUMBER].replace(",", ""))
 
 
-def make_vector(num_envs: int, *, worker: str = "inline", **kwargs: Any) -> EnvPool:
-    """`num_envs` of them in a pool; further arguments are those of `Arithmetic`."""
-    return EnvPool(functools.partial(make, ENV_ID, **kwargs), num_envs, worker=worker)
+make_vector = functools.partial(make_pool, ENV_ID)
+"""What `gymnasium.make_vec` calls."""

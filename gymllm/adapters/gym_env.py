@@ -9,13 +9,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gymnasium.vector import AutoresetMode
-
 from gymllm.adapters.parse import AnswerRule
 from gymllm.adapters.text_adapter import TextAdapter, is_text_env
 from gymllm.errors import ConfigError
-from gymllm.pool import EnvPool
-from gymllm.registration import GYM_ID, make, make_to_describe
+from gymllm.pool import make_pool
+from gymllm.registration import GYM_ID, make_to_describe
 
 
 def make_gym(
@@ -68,28 +66,5 @@ def make_gym(
     )
 
 
-def make_vector(
-    num_envs: int = 1,
-    *,
-    env_id: str | None = None,
-    worker: str | None = None,
-    autoreset_mode: AutoresetMode | str = AutoresetMode.DISABLED,
-    **kwargs: Any,
-) -> EnvPool:
-    """What `gymnasium.make_vec` calls: adapted environments in a pool.
-
-    Args:
-        num_envs: As for `EnvPool`.
-        env_id: What is played.
-        worker: As for `EnvPool`.
-        autoreset_mode: As for `EnvPool`.
-        **kwargs: As for `make_gym`.
-    """
-    make_env = functools.partial(make, GYM_ID, env_id=env_id, **kwargs)
-    return EnvPool(
-        make_env,
-        num_envs,
-        worker=worker,
-        autoreset_mode=autoreset_mode,
-        env_id=f"{GYM_ID} ({env_id})",
-    )
+make_vector = functools.partial(make_pool, GYM_ID)
+"""What `gymnasium.make_vec` calls: adapted environments in a pool; takes what `make_gym` and a pool take."""

@@ -176,3 +176,15 @@ def test_make_vec_gives_the_pool() -> None:
     assert len(set(observations)) > 32
     assert len(pool.step(["right"] * 64)[1]) == 64
     pool.close()
+
+
+def test_make_vec_takes_what_a_pool_takes() -> None:
+    pool = gymnasium.make_vec(
+        "gymllm/FrozenLake-v0", num_envs=2, size=3, worker="thread", autoreset_mode="NextStep"
+    )
+    assert isinstance(pool, gymllm.EnvPool)
+    assert (pool.worker, pool.metadata["autoreset_mode"].value) == ("thread", "NextStep")
+    assert pool.reset(seed=1)[0][0].count("\n") == gymllm.make(
+        "gymllm/FrozenLake-v0", size=3
+    ).reset(seed=1)[0].count("\n")
+    pool.close()
