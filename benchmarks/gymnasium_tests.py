@@ -36,7 +36,6 @@ POOL_FILES = """vector wrappers/vector wrappers/test_normalize_observation.py ut
 ENV_FILES = """wrappers envs/test_envs.py envs/registration utils/test_env_checker.py utils/test_play.py
     utils/test_save_video.py test_core.py"""
 INSIDE = "looks into .envs; the pool's environments may be in other processes"
-BOX = "is for numbers; the observation is a text"
 CARTPOLE = "about CartPole's class, arguments, attributes or spec, or Gymnasium's own specs"
 NOT_APPLICABLE = {
     "(timeout|out_of_order)_async": "the pool has no split calls (step_async, step_wait)",
@@ -45,15 +44,16 @@ NOT_APPLICABLE = {
     "(invalid_observation|obs_mode_diff|mixed.*(diff|_mode2))": "no observation_mode: one factory",
     "vector/utils/": "helpers of Gymnasium's, no vector environment",
     "metadata_sync|equivalence_with_wrapper|^[itp].*vec_(wrappers|with_spec_add)": INSIDE,
-    "^thread.*CarRacing.*-3-": "CarRacing's drawing goes wrong in any threads, the pool's or not",
+    "^thread.*(CarRacing.*-3-|render_async)": "pygame goes wrong in any threads, the pool's or not",
     "^gymllm.*(reward_accumulation|clip_reward_wr|loop_real_env)": "acts with integers, not texts",
-    "^gymllm.*(max_and_skip_obs|spec_roundtrip_keeps|resize.*invalid_input|aware.*default)": BOX,
+    "^gymllm.*(skip_obs|trip_keeps|resize.*invalid|aware.*def|Rescale|box_obs)": "is for numbers",
+    "^gymllm.*_screen_size": "steps past the end; the pool resets by itself only where asked to",
     "^gymllm.*stack_size_failures": "its bad padding, 'unknown', is a good text",
     "^gymllm.*(make.py::test_order_enf|full_integration|env_spec_pprint|no_arguments|with_render)": CARTPOLE,
     "^gymllm.*(vec_env_id|_vectorization|get_set_wrapper|vec_with_spec.*kwargs1?[89])": CARTPOLE,
 }
 """Run and test, as a regular expression, to why the test says nothing about gymllm."""
-results: dict[str, tuple[str, str]] = {}  # the plug-in's: test to its outcome and the reason
+results: dict[str, tuple[str, str]] = {}  # of the plug-in: test to its outcome and the reason
 
 
 def in_turn(env_fns: list[Callable[[], Any]], folder: str) -> gymnasium.Env[Any, Any]:
