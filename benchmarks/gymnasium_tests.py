@@ -36,6 +36,7 @@ POOL_FILES = """vector wrappers/vector wrappers/test_normalize_observation.py ut
 ENV_FILES = """wrappers envs/test_envs.py envs/registration utils/test_env_checker.py utils/test_play.py
     utils/test_save_video.py test_core.py"""
 INSIDE = "looks into .envs; the pool's environments may be in other processes"
+PAST_END = "steps past the episode's end; the pool resets by itself only where asked to"
 CARTPOLE = "about CartPole's class, arguments, attributes or spec, or Gymnasium's own specs"
 NOT_APPLICABLE = {
     "(timeout|out_of_order)_async": "the pool has no split calls (step_async, step_wait)",
@@ -47,7 +48,7 @@ NOT_APPLICABLE = {
     "^thread.*(CarRacing.*-3-|render_async)": "pygame goes wrong in any threads, the pool's or not",
     "^gymllm.*(reward_accumulation|clip_reward_wr|loop_real_env)": "acts with integers, not texts",
     "^gymllm.*(skip_obs|trip_keeps|resize.*invalid|aware.*def|Rescale|box_obs)": "is for numbers",
-    "^gymllm.*_screen_size": "steps past the end; the pool resets by itself only where asked to",
+    "^gymllm.*_screen_size|^gymllm/A.*(stack_size.[234]|video_length|rgb_array_list)": PAST_END,
     "^gymllm.*stack_size_failures": "its bad padding, 'unknown', is a good text",
     "^gymllm.*(make.py::test_order_enf|full_integration|env_spec_pprint|no_arguments|with_render)": CARTPOLE,
     "^gymllm.*(vec_env_id|_vectorization|get_set_wrapper|vec_with_spec.*kwargs1?[89])": CARTPOLE,
@@ -83,8 +84,7 @@ AsyncVectorEnv = type("AsyncVectorEnv", (SyncVectorEnv,), {})  # told apart by t
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `play` tells the plug-in, which is this file."""
-    for name in ("--on", "--results", "--first"):
-        parser.addoption(name)
+    _ = [parser.addoption(name) for name in ("--on", "--results", "--first")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
