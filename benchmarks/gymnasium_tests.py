@@ -48,7 +48,7 @@ NOT_APPLICABLE = {
     "^thread.*(CarRacing.*-3-|render_async)": "pygame goes wrong in any threads, the pool's or not",
     "^gymllm.*(reward_accumulation|clip_reward_wr|loop_real_env)": "acts with integers, not texts",
     "^gymllm.*(skip_obs|trip_keeps|resize.*invalid|aware.*def|Rescale|box_obs)": "is for numbers",
-    "^gymllm.*_screen_size|^gymllm/A.*(stack_size.[234]|video_length|rgb_array_list)": PAST_END,
+    "^gymllm(.*_screen_size|/A.*stack_size.[234]|/[AG].*(video_length|with_rgb))": PAST_END,
     "^gymllm.*stack_size_failures": "its bad padding, 'unknown', is a good text",
     "^gymllm.*(make.py::test_order_enf|full_integration|env_spec_pprint|no_arguments|with_render)": CARTPOLE,
     "^gymllm.*(vec_env_id|_vectorization|get_set_wrapper|vec_with_spec.*kwargs1?[89])": CARTPOLE,
