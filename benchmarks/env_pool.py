@@ -253,7 +253,9 @@ def cpu_rows(table: Table, steps: int) -> None:
     table.add("CPU a step: environment and three wrappers, no pool", alone, "us")
     table.add("CPU a step: inline", best(Trivial, "inline", steps), "us", "<= 15")
     table.add("CPU a step: inline, waits = False", best(NeverWaits, "inline", steps), "us", "<= 15")
-    table.add("CPU a step: thread", best(Trivial, "thread", steps // 4), "us", "<= 60")
+    table.add("CPU a step: thread", best(NeverWaits, "thread", steps // 4), "us", "<= 60")
+    what = "CPU a step: thread, with a loop for an environment that may wait"
+    table.add(what, best(Trivial, "thread", steps // 4), "us")
     for together in (32, 1):
         what = f"CPU a step: process, {together} environments in each"
         table.add(what, best(Trivial, "process", steps // 2, together), "us", "<= 80")

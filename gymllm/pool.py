@@ -228,7 +228,7 @@ class EnvPool(VectorFace):
         self._stats = PoolStats()
         self._home = HomeLoop()
         self._processes = EnvProcesses(
-            envs_per_process=envs_per_process, memory_limit_bytes=memory_limit_bytes
+            make_env, envs_per_process=envs_per_process, memory_limit_bytes=memory_limit_bytes
         )
         self._supply = WorkerSupply(
             functools.partial(self._make_worker, make_env),
@@ -464,7 +464,7 @@ class EnvPool(VectorFace):
 
     def _make_worker(self, make_env: MakeEnv) -> Worker:
         if self.worker == "process":
-            return ProcessWorker(make_env, self._processes)
+            return ProcessWorker(self._processes)
         if self.worker == "thread":
             return ThreadWorker(make_env, name=f"gymllm-env-{self._stats.built}")
         return InlineWorker(make_env)
@@ -477,6 +477,14 @@ def execution_of(make_env: Callable[..., object]) -> str:
         make_env: The class, a function that carries the attribute, or a `functools.partial` of
             `gymllm.make` or `gymnasium.make` with an id, whose entry point is then looked at.
     """
+    execution = getattr(entry_point_of(make_env), "execution", "inline")
+    if execution not in WORKERS:
+        raise UnknownNameError("execution", str(execution), WORKERS)
+    return execution
+
+
+def entry_point_of(make_env: Callable[..., object]) -> object:
+    """What makes the environments in the end: a class, as a rule; its module is imported."""
     maker: object = make_env
     while isinstance(maker, functools.partial):
         part = cast("functools.partial[object]", maker)
@@ -484,10 +492,7 @@ def execution_of(make_env: Callable[..., object]) -> str:
             maker = _entry_point(str(part.args[0]))
         else:
             maker = part.func
-    execution = getattr(maker, "execution", "inline")
-    if execution not in WORKERS:
-        raise UnknownNameError("execution", str(execution), WORKERS)
-    return execution
+    return maker
 
 
 def _entry_point(env_id: str) -> object:

@@ -1,5 +1,6 @@
-"""The process that processes for environments are forked from: `main`, whose argument is the control socket.
+"""The process that processes for environments are forked from.
 
+Its argument is the control socket, its standard input the pickled function that makes environments.
 It is started clean, imports what every environment needs, and does nothing else, so that a fork of it is as
 clean, starts in milliseconds and shares its memory with its siblings. It owns what it forks: it says how
 each process ended, and kills whatever that has started and left behind (orphans come to it, as it is their
@@ -17,6 +18,7 @@ import ctypes
 import gc
 import importlib
 import os
+import pickle
 import select
 import signal
 import socket
@@ -158,10 +160,23 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
+def _import_what_makes_environments(pickled: bytes) -> None:
+    """Loads the modules that the environments come from, which every process would otherwise do again.
+
+    Nothing is made here. What goes wrong goes wrong again, and is told, where one is made.
+    """
+    with suppress(BaseException):
+        entry_point_of = importlib.import_module("gymllm.pool").entry_point_of
+        entry_point_of(pickle.loads(pickled))
+
+
 def main() -> None:
     """See the module's docstring."""
     # All that an environment's process needs and that is the same for all of them.
     importlib.import_module("gymllm.workers.child")
+    _import_what_makes_environments(sys.stdin.buffer.read())
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     control = socket.socket(fileno=int(sys.argv[1]))
     original = os.environ.pop("GYMLLM_PYTHONPATH", None)
     if (

@@ -41,19 +41,23 @@ LOG_LIMIT_BYTES = 4 << 20
 class NurseryHandle:
     """The pool's side of a nursery."""
 
-    def __init__(self) -> None:
-        """Starts it; it takes messages at once and needs a moment to obey."""
+    def __init__(self, made: bytes) -> None:
+        """Starts it; it takes messages at once and needs a moment to obey.
+
+        Args:
+            made: The pickled function that makes environments, whose modules it imports.
+        """
         self._control, theirs = socket.socketpair()
-        try:
+        with tempfile.TemporaryFile() as file, theirs:
+            file.write(made)
+            file.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START_NURSERY, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
+                stdin=file,
                 start_new_session=True,  # Ctrl-C is the pool's
                 env=_environ(),
             )
-        finally:
-            theirs.close()
         self._control.setblocking(False)
         self._processes: dict[int, EnvProcess] = {}
         self._unread = b""
@@ -325,19 +329,43 @@ class Channel:
 class EnvProcesses:
     """Gives environments a seat: in a process with room, else in a new one."""
 
-    def __init__(self, *, envs_per_process: int, memory_limit_bytes: int | None) -> None:
-        """Starts nothing yet."""
+    def __init__(
+        self, make_env: MakeEnv, *, envs_per_process: int, memory_limit_bytes: int | None
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            make_env: Makes an environment, in its process. It is sent by cloudpickle, so a function of a
+                script or a notebook will do.
+            envs_per_process: Environments that share a process.
+            memory_limit_bytes: RLIMIT_DATA of a process.
+        """
+        self._make_env = make_env
+        self._made: bytes | None = None
         self._seats, self._memory_limit_bytes = envs_per_process, memory_limit_bytes
         self._nursery: NurseryHandle | None = None
         self._started = 0
         self._open: list[EnvProcess] = []
+
+    @property
+    def made(self) -> bytes:
+        """`make_env`, pickled.
+
+        Raises:
+            Exception: Whatever pickling raised.
+        """
+        if self._made is None:
+            # Imported where it is needed; Gymnasium depends on it.
+            cloudpickle = importlib.import_module("cloudpickle")
+            self._made = cast("bytes", cloudpickle.dumps(self._make_env))
+        return self._made
 
     def take(self) -> tuple[EnvProcess, Channel]:
         """A free seat."""
         self._open = [process for process in self._open if process.is_alive and process.free]
         if not self._open:
             if self._nursery is None or self._nursery.is_down:
-                self._nursery = NurseryHandle()
+                self._nursery = NurseryHandle(self.made)
             self._started += 1
             limit = self._memory_limit_bytes
             self._open.append(
@@ -368,15 +396,8 @@ class EnvProcesses:
 class ProcessWorker:
     """Runs one environment in another process. Used from one loop."""
 
-    def __init__(self, make_env: MakeEnv, processes: EnvProcesses) -> None:
-        """Starts nothing yet.
-
-        Args:
-            make_env: Called in the process. It is sent by cloudpickle, so a function of a script or a
-                notebook will do.
-            processes: Where it gets its seat.
-        """
-        self._make_env = make_env
+    def __init__(self, processes: EnvProcesses) -> None:
+        """Starts nothing yet; `processes` gives it its seat."""
         self._processes = processes
         self._process: EnvProcess | None = None
         self._channel: Channel | None = None
@@ -391,9 +412,7 @@ class ProcessWorker:
         return self._process.log_tail if self._process is not None else ""
 
     async def start(self) -> EnvFacts:
-        # Imported where it is needed; Gymnasium depends on it.
-        cloudpickle = importlib.import_module("cloudpickle")
-        made = cast("bytes", cloudpickle.dumps(self._make_env))
+        made = self._processes.made
         self._process, self._channel = self._processes.take()
         return cast("EnvFacts", await self._ask("start", (made,), {}))
 

@@ -13,14 +13,14 @@ import contextlib
 import contextvars
 import threading
 import weakref
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from queue import SimpleQueue
 from typing import Any
 
 import anyio
 import gymnasium
 
-from gymllm.bridge import Finished, Inbox, LoopRunner, Reply, current_host, run_sync, running_loop
+from gymllm.bridge import Finished, Inbox, LoopRunner, Reply, current_host, running_loop, start_sync
 from gymllm.env import Env
 from gymllm.workers.worker import EnvFacts, MakeEnv, invoke
 
@@ -47,6 +47,8 @@ class _Call:
     def __init__(self, method: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.method, self.args, self.kwargs = method, args, kwargs
         self.reply = Reply[object]()
+        self.begun = False
+        """Whether its task runs: one that is cancelled before never does."""
         self.ended = False
         self.abandoned = False
         self.task: asyncio.Task[object] | None = None
@@ -113,9 +115,7 @@ class ThreadWorker:
         ended = call.reply = Reply[object]()  # the old one was waited for and can't be again
         if self._runner is not None:
             with contextlib.suppress(RuntimeError):
-                self._runner.loop.call_soon_threadsafe(
-                    lambda: call.task.cancel() if call.task else None
-                )
+                self._runner.loop.call_soon_threadsafe(self._cancel_there, call)
         # Whatever it ends with, the cancellation is what the caller gets.
         with anyio.move_on_after(CANCEL_GRACE_S, shield=True), contextlib.suppress(BaseException):
             if not call.ended:
@@ -170,16 +170,31 @@ class ThreadWorker:
         return invoke(env, call.method, call.args, call.kwargs)
 
     def _begin(self, loop: asyncio.AbstractEventLoop, call: _Call) -> None:
-        call.task = loop.create_task(run_sync(self._serve, call))
-        call.task.add_done_callback(lambda task: self._done(call, task))
+        try:
+            started = start_sync(self._serve, call)
+        except BaseException as error:
+            self._inbox.post(_fail, call, error)
+            return
+        if isinstance(started, Finished):
+            self._inbox.post(_answer, call, started.value)
+        else:
+            call.task = loop.create_task(self._finish(call, started))
 
-    def _done(self, call: _Call, task: asyncio.Task[object]) -> None:
-        if task.cancelled():
-            self._inbox.post(_fail, call, asyncio.CancelledError())
-        elif (error := task.exception()) is not None:
+    async def _finish(self, call: _Call, rest: Coroutine[object, Any, object]) -> None:
+        # Answers from within the task: a callback of it would take the loop another turn.
+        call.begun = True
+        try:
+            answer = await rest
+        except BaseException as error:
             self._inbox.post(_fail, call, error)
         else:
-            self._inbox.post(_answer, call, task.result())
+            self._inbox.post(_answer, call, answer)
+
+    def _cancel_there(self, call: _Call) -> None:
+        if call.task is not None:
+            call.task.cancel()
+            if not call.begun:
+                self._inbox.post(_fail, call, asyncio.CancelledError())
 
 
 def _answer(call: _Call, value: object) -> None:
