@@ -1,7 +1,7 @@
 """What runs in the process of a `ProcessWorker`.
 
 One socket an environment. A request is `(method, args, kwargs)`, an answer is `("ok", value)` or
-`("raised", summary, traceback)`. Everything runs in the main thread, on one event loop: environments that
+`("raised", RemoteTrace)`. Everything runs in the main thread, on one event loop: environments that
 share the process wait at the same time, and one that is alone can be interrupted in whatever it does.
 """
 
@@ -14,7 +14,6 @@ import pickle
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
@@ -24,7 +23,7 @@ import numpy as np
 
 from gymllm.bridge import Finished, start_sync
 from gymllm.workers.frames import NOTHING, FrameReader, encode, send
-from gymllm.workers.worker import CANCEL, EnvFacts, MakeEnv, Request, invoke
+from gymllm.workers.worker import CANCEL, EnvFacts, MakeEnv, RemoteTrace, Request, invoke
 
 
 class Seat:
@@ -61,11 +60,7 @@ def ok(value: object) -> list[memoryview]:
 
 def raised(error: BaseException) -> list[memoryview]:
     """An answer that says what was raised, in words: the exception itself may not be picklable."""
-    try:
-        summary = f"{type(error).__name__}: {error}"
-    except Exception:  # a __str__ that raises
-        summary = type(error).__name__
-    return encode(("raised", summary, "".join(traceback.format_exception(error))))
+    return encode(("raised", RemoteTrace.of(error)))
 
 
 class Interrupts:

@@ -14,6 +14,7 @@ log and of a socket for each environment: fork. b"s", number, signal: send it to
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -79,6 +80,7 @@ class Nursery:
                     self._signal(number, value if operation == SIGNAL else 0)
 
     def _in_fork(self, memory_limit_bytes: int, log: int, *sockets: int) -> Callable[[], None]:
+        atexit._clear()  # pyright: ignore[reportPrivateUsage]  those are the nursery's own
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in (self._control.detach(), self._woken, self._wake):
@@ -155,9 +157,13 @@ def _children() -> set[int]:
     return {int(pid) for pid in listed.split()}
 
 
+_libc: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Opened once, before anything is forked."""
+
+
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    if _libc is not None:  # pyright: ignore[reportUnnecessaryComparison]  on this platform
+        _libc.prctl(option, value, 0, 0, 0)
 
 
 def _import_what_makes_environments(pickled: bytes) -> None:

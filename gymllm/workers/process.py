@@ -24,12 +24,23 @@ import anyio
 from gymllm.bridge import Finished, Reply, running_loop
 from gymllm.workers.frames import NOTHING, FrameReader, encode, send
 from gymllm.workers.nursery import FORK, KILL, MESSAGE, MOST_DESCRIPTORS, SIGNAL
-from gymllm.workers.worker import CANCEL, EnvFacts, MakeEnv, RemoteError, Request, WorkerDied
+from gymllm.workers.worker import (
+    CANCEL,
+    EnvFacts,
+    MakeEnv,
+    RemoteError,
+    RemoteTrace,
+    Request,
+    WorkerDied,
+)
 
 CANCEL_GRACE_S = 0.5
 """How long a cancelled call may take to clean up before its process is killed."""
 EXIT_LIMIT_S = 1.0
 """How long a process that was told to end may take before it is killed."""
+MOST_MADE = 4
+"""Environments that a process makes, one after another, for each that it has room for. One that raised is
+closed and the next is made beside what it left behind, so a process must not live for ever."""
 _START_NURSERY = "from gymllm.workers.nursery import main; main()"
 MOST_SEATS = MOST_DESCRIPTORS - 1
 """Environments that can share a process: their sockets are handed over at once."""
@@ -158,6 +169,8 @@ class EnvProcess:
         ours, theirs = zip(*(socket.socketpair() for _ in range(seats)), strict=True)
         self._channels: list[Channel] = [Channel(end) for end in ours]
         self.free: list[Channel] = list(self._channels)
+        self.made = 0
+        """Environments that were made in it."""
         self.is_alive = True
         self._code: int | None = None
         self._closed = False
@@ -238,6 +251,13 @@ class EnvProcess:
                 self._nursery.kill(self)
                 await self.wait_ended(EXIT_LIMIT_S)
             self._log.close()
+
+    def release(self) -> None:
+        """Frees what is held here for a process that has ended."""
+        self._closed = True
+        for channel in self._channels:
+            channel.close()
+        self._log.close()
 
 
 class Channel:
@@ -362,7 +382,11 @@ class EnvProcesses:
 
     def take(self) -> tuple[EnvProcess, Channel]:
         """A free seat."""
-        self._open = [process for process in self._open if process.is_alive and process.free]
+        for process in [process for process in self._open if not process.is_alive]:
+            self._open.remove(process)
+            if process.is_unused:  # else the last of its environments closes it
+                process.release()
+        self._open = [process for process in self._open if process.free]
         if not self._open:
             if self._nursery is None or self._nursery.is_down:
                 self._nursery = NurseryHandle(self.made)
@@ -372,13 +396,17 @@ class EnvProcesses:
                 EnvProcess(self._started, self._seats, self._nursery, memory_limit_bytes=limit)
             )
         process = self._open[0]
+        process.made += 1
         return process, process.free.pop()
 
     async def give_back(self, process: EnvProcess, channel: Channel, *, healthy: bool) -> None:
-        """Takes a seat back; a process ends with the last of its environments, or because of one."""
+        """Takes a seat back, whose environment is closed if it is healthy.
+
+        The process stays for others while it is well and has not made too many.
+        """
         if healthy and not channel.is_down:
             process.free.append(channel)
-            if not process.is_unused:
+            if not process.is_unused or process.made < MOST_MADE * self._seats:
                 if process not in self._open:
                     self._open.append(process)
                 return
@@ -387,9 +415,13 @@ class EnvProcesses:
         await process.aclose(kill=not healthy)
 
     async def aclose(self) -> None:
-        """Ends the nursery and whatever is left of its processes."""
+        """Ends the processes that are left, the nursery, and whatever else is there."""
+        left, self._open = self._open, []
         nursery, self._nursery = self._nursery, None
         if nursery is not None:
+            async with anyio.create_task_group() as group:
+                for process in left:
+                    group.start_soon(process.aclose)
             await nursery.aclose()
 
 
@@ -459,7 +491,10 @@ class ProcessWorker:
             raise WorkerDied(process.how_it_ended()) from None
         if answer[0] == "ok":
             return answer[1]
-        raise RemoteError(answer[1], answer[2])
+        trace = cast("RemoteTrace", answer[1])
+        # What did not fit may fill the process still.
+        self._healthy = "MemoryError" not in trace.summary.partition(":")[0]
+        raise RemoteError(trace)
 
     async def _cancel(self, process: EnvProcess, channel: Channel) -> None:
         """Cancels the call and waits a moment for it to clean up; else the process must go."""

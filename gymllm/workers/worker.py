@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -39,18 +40,51 @@ class WorkerDied(Exception):
     """The process of a worker has ended; the message says how."""
 
 
+@dataclass(frozen=True)
+class RemoteTrace:
+    """An exception of another process in words, and where it was raised.
+
+    Without source lines: reading and marking them takes longer than most steps, and whoever shows the
+    trace can do it.
+    """
+
+    summary: str
+    """Class and message."""
+    frames: tuple[tuple[str, int, str], ...]
+    """File, line and function, outermost first."""
+    before: RemoteTrace | None
+    """What it was raised from, or in the handling of."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> RemoteTrace:
+        """That of `error`."""
+        try:
+            summary = f"{type(error).__name__}: {error}"
+        except Exception:  # a __str__ that raises
+            summary = type(error).__name__
+        frames: list[tuple[str, int, str]] = []
+        trace = error.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            frames.append((code.co_filename, trace.tb_lineno, code.co_name))
+            trace = trace.tb_next
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        return cls(summary, tuple(frames), cls.of(before) if before is not None else None)
+
+    def __str__(self) -> str:
+        lines = [f"{self.before}\n\nwhich led to:\n"] if self.before is not None else []
+        frames = [traceback.FrameSummary(*frame) for frame in self.frames]
+        lines += traceback.StackSummary.from_list(frames).format()
+        return "".join(lines) + self.summary
+
+
 class RemoteError(Exception):
     """An environment raised in another process."""
 
-    def __init__(self, summary: str, traceback: str) -> None:
-        """Says it again here.
-
-        Args:
-            summary: The exception's class and message.
-            traceback: Its traceback there, as text.
-        """
-        super().__init__(traceback.rstrip() or summary)
-        self.summary = summary
+    def __init__(self, trace: RemoteTrace) -> None:
+        """Says it again here."""
+        super().__init__(trace)
+        self.summary = trace.summary
 
 
 class Worker(Protocol):

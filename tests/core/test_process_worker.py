@@ -24,6 +24,7 @@ import gymllm
 from gymllm.errors import EnvCrashedError, EnvTimeoutError, EnvTypeError
 from gymllm.spaces import Message
 from gymllm.workers import StepResult
+from gymllm.workers.process import MOST_MADE
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the processes can't import this file
 
@@ -164,20 +165,25 @@ async def pool_of(
 
 
 @pytest.mark.parametrize(
-    ("action", "error", "message"),
+    ("action", "error", "message", "same_process"),
     [
-        ("raise something", EnvCrashedError, r"step: raised KeyError: 'broken' \(slot 0\)"),
-        ("raise what cannot be pickled", EnvCrashedError, r"step: raised Local: local"),
-        ("answer what cannot be pickled", EnvCrashedError, r"can't leave its process: .*pickle"),
-        ("answer bytes", EnvTypeError, "the observation must be a str, got bytes"),
-        ("exit", EnvCrashedError, r"exited with status 3 .*\n.*printed:\nlast words"),
-        ("kill", EnvCrashedError, r"killed by SIGKILL \(out of memory\?\)"),
-        ("crash", EnvCrashedError, "killed by SIGSEGV"),
-        ("blow up", EnvCrashedError, "raised .*MemoryError"),
+        ("raise something", EnvCrashedError, r"step: raised KeyError: 'broken' \(slot 0\)", True),
+        ("raise what cannot be pickled", EnvCrashedError, r"step: raised Local: local", True),
+        (
+            "answer what cannot be pickled",
+            EnvCrashedError,
+            "can't leave its process: .*pickle",
+            True,
+        ),
+        ("answer bytes", EnvTypeError, "the observation must be a str, got bytes", True),
+        ("exit", EnvCrashedError, r"exited with status 3 .*\n.*printed:\nlast words", False),
+        ("kill", EnvCrashedError, r"killed by SIGKILL \(out of memory\?\)", False),
+        ("crash", EnvCrashedError, "killed by SIGSEGV", False),
+        ("blow up", EnvCrashedError, "raised .*MemoryError", False),
     ],
 )
 async def test_a_fault_is_named_and_the_env_replaced(
-    tmp_path: Path, action: str, error: type[Exception], message: str
+    tmp_path: Path, action: str, error: type[Exception], message: str, same_process: bool
 ) -> None:
     limit = 600 << 20
     async with pool_of(tmp_path, memory_limit_bytes=limit) as (pool, _), pool.lease() as env:
@@ -186,8 +192,34 @@ async def test_a_fault_is_named_and_the_env_replaced(
             await env.step(action)
         again, info_again = await env.reset(seed=2)
         assert again == "seed 2"
-        assert info_again["pid"] != info["pid"]
+        assert (info_again["pid"] == info["pid"]) == same_process
         assert (pool.stats.built, pool.stats.rebuilt) == (2, 1)
+
+
+async def test_a_process_makes_so_many_environments_and_ends(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as (pool, _), pool.lease() as env:
+        pids: list[object] = []
+        for _ in range(2 * MOST_MADE):
+            pids.append((await env.reset())[1]["pid"])
+            with pytest.raises(EnvCrashedError):
+                await env.step("raise something")
+        assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [MOST_MADE] * 2
+        assert not is_running(pids[0])  # type: ignore[arg-type]
+
+
+async def test_a_process_that_dies_while_it_is_idle_is_replaced(tmp_path: Path) -> None:
+    before = descriptors()
+    async with pool_of(tmp_path) as (pool, _):
+        async with pool.lease() as env:
+            pid = (await env.reset())[1]["pid"]
+            with pytest.raises(EnvCrashedError):
+                await env.step("raise something")
+            os.kill(pid, signal.SIGKILL)  # type: ignore[arg-type]
+            while is_running(pid):  # type: ignore[arg-type]  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+            assert (await env.reset())[1]["pid"] != pid
+        await pool.aclose()
+    assert descriptors() == before
 
 
 async def test_what_was_raised_there_brings_its_traceback(tmp_path: Path) -> None:
