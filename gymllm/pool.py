@@ -25,7 +25,7 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from gymllm.bridge import HomeLoop
+from gymllm.bridge import Finished, HomeLoop
 from gymllm.errors import ClosedError, ConfigError, EngineError, EnvError, UnknownNameError
 from gymllm.limit import Limit
 from gymllm.registration import check_id, make
@@ -99,7 +99,8 @@ class LeasedEnv:
                 "episode or raised. Call reset() first."
             )
         self._running = False  # stays so if the step raises or is cancelled
-        result = await slot.step(action, self.limit)
+        begun = slot.begin_step(action, self.limit)
+        result = begun.value if isinstance(begun, Finished) else await begun
         self._running = not (result.terminated or result.truncated)
         self.observation, self.info = result.observation, result.info
         return result

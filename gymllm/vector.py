@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -283,9 +283,7 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
 
     async def _reset_instead(self, slot: Slot) -> StepResult:
         observation, info = await slot.reset()
-        return StepResult(
-            observation=observation, reward=0.0, terminated=False, truncated=False, info=info
-        )
+        return StepResult(observation, 0.0, False, False, info)
 
     async def _reset_at_end(
         self, slot: Slot, begun: Finished[StepResult] | Coroutine[object, Any, StepResult]
@@ -295,7 +293,7 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
             return result
         observation, info = await slot.reset()
         final = {"final_obs": result.observation, "final_info": result.info}
-        return replace(result, observation=observation, info={**info, **final})
+        return result._replace(observation=observation, info={**info, **final})
 
     def _batch(self, observations: Sequence[Any]) -> Any:
         if self._text:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import anyio
 import numpy as np
@@ -31,9 +30,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What an environment answered to an action; types are checked."""
+class StepResult(NamedTuple):
+    """What an environment answered to an action, as `gymnasium.Env.step` returns it; types are checked."""
 
     observation: Any
     """A text, or a chat message (`gymllm.spaces.Message`); in a pool with text=False, anything."""
@@ -41,7 +39,7 @@ class StepResult:
     """Finite."""
     terminated: bool
     truncated: bool
-    info: dict[str, object] = field(default_factory=dict[str, object])
+    info: dict[str, object]
 
 
 class Slot:
@@ -161,10 +159,6 @@ class Slot:
             self._check_step,
             outer,
         )
-
-    async def step(self, action: Any, outer: Limit | None = None) -> StepResult:
-        """As `begin_step`, waited for."""
-        return await _end(self.begin_step(action, outer))
 
     async def render(self) -> object:
         """What the environment's `render` returns. Raises as `step`."""
@@ -374,15 +368,16 @@ def check_step(answer: object, *, text: bool = True) -> StepResult:
     observation, reward, terminated, truncated, info = _parts(answer, 5)
     if not isinstance(reward, int | float | np.number) or not isfinite(cast("float", reward)):
         raise EnvTypeError(f"the reward must be a finite number, got {reward!r}")
-    for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if not isinstance(flag, bool | np.bool):
-            raise EnvTypeError(f"{name} must be a bool, got {flag!r}")
+    if not (type(terminated) is bool and type(truncated) is bool):
+        for name, flag in (("terminated", terminated), ("truncated", truncated)):
+            if not isinstance(flag, bool | np.bool):
+                raise EnvTypeError(f"{name} must be a bool, got {flag!r}")
     return StepResult(
-        observation=_text(observation) if text else observation,
-        reward=float(cast("float", reward)),
-        terminated=bool(terminated),
-        truncated=bool(truncated),
-        info=_info(info),
+        _text(observation) if text else observation,
+        float(cast("float", reward)),
+        bool(terminated),
+        bool(truncated),
+        _info(info),
     )
 
 
