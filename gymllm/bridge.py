@@ -30,6 +30,7 @@ import greenlet
 
 P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 STOP_LIMIT_S = 1.0
 """How long a loop thread that was told to stop waits for its cancelled tasks."""
@@ -73,10 +74,10 @@ MOST_FREE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Finished(Generic[T]):
+class Finished(Generic[T_co]):
     """What a call returned that did not have to wait."""
 
-    value: T
+    value: T_co
 
 
 @dataclass(frozen=True, slots=True)

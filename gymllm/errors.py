@@ -2,7 +2,8 @@
 
     GymLLMError
     ├── ConfigError           (ValueError)    a setting, key, flag or id that can't be used
-    │   └── UnknownNameError                  ... because nothing is called that; says what is close
+    │   ├── UnknownNameError                  ... because nothing is called that; says what is close
+    │   └── ConfigTypeError   (TypeError)     ... because it is of a wrong type
     ├── MissingExtraError     (ImportError)   an optional dependency is needed; names its install
     ├── ModelError            (ValueError)    a model folder, tokenizer or template that can't be used
     ├── ContextLengthError    (ValueError)    a prompt that leaves the engine no room to generate
@@ -14,7 +15,7 @@
     │   └── EnvBatchError                     ... some of a batch; carries what the others answered
     ├── EngineError           (RuntimeError)  an inference engine broke; the episode ends *failed*
     │   └── EngineTimeoutError (TimeoutError)
-    ├── ClosedError           (RuntimeError)  used after it was closed
+    ├── ClosedError           (RuntimeError)  used after it was closed (Gymnasium's own error, too)
     └── RunError              (RuntimeError)  a training run can't go on; what was collected is saved
 
 Each also inherits the built-in in brackets, so handlers written for that keep working. Expected
@@ -25,6 +26,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+
+from gymnasium.error import ClosedEnvironmentError
 
 
 class GymLLMError(Exception):
@@ -57,6 +60,10 @@ class UnknownNameError(ConfigError):
         else:
             tail = ""
         super().__init__(f"Unknown {kind} {name!r}.{tail}{' ' + hint if hint else ''}")
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """A setting is of a wrong type."""
 
 
 class MissingExtraError(GymLLMError, ImportError):
@@ -114,7 +121,7 @@ class EngineTimeoutError(EngineError, TimeoutError):
     """An inference engine did not answer within its limit."""
 
 
-class ClosedError(GymLLMError, RuntimeError):
+class ClosedError(GymLLMError, RuntimeError, ClosedEnvironmentError):
     """Something was used after it was closed."""
 
 

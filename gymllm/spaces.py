@@ -20,6 +20,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.spaces import utils as space_utils
 from gymnasium.vector import utils as vector_utils
+from gymnasium.wrappers import utils as wrapper_utils
 
 from gymllm.errors import ConfigError
 
@@ -292,6 +293,16 @@ def _part_from_json(part: dict[str, Any]) -> TextPart | ImagePart:
 
 # Gymnasium's functions over spaces dispatch on the class; these are the ones whose default refuses
 # spaces it does not know. A text has no flat array, so flattening leaves it as it is, as for `Graph`.
+
+
+@wrapper_utils.create_zero_array.register(Unicode)
+def _no_text(space: Unicode) -> Any:  # pyright: ignore[reportUnusedFunction]  # registered
+    return ""
+
+
+@wrapper_utils.create_zero_array.register(Message)
+def _no_message(space: Message) -> Any:  # pyright: ignore[reportUnusedFunction]  # registered
+    return message(space.roles[0])
 
 
 @vector_utils.batch_differing_spaces.register(Unicode)

@@ -20,9 +20,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from gymllm.bridge import Finished, HomeLoop
-from gymllm.errors import ConfigError, EnvBatchError, EnvError
+from gymllm.errors import ConfigError, ConfigTypeError, EnvBatchError, EnvError
 from gymllm.workers import EnvFacts, Slot, StepResult
-from gymllm.workers.worker import CALL
+from gymllm.workers.worker import CALL, NoAttribute
 
 T = TypeVar("T")
 
@@ -151,10 +151,14 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
             **kwargs: Given to the method.
 
         Raises:
-            EnvBatchError: Some broke, or have no such attribute.
+            AttributeError: There is no such attribute.
+            EnvBatchError: Some broke.
         """
         calls = {i: (slot, CALL, (name, *args)) for i, slot in enumerate(self._slots)}
-        return self._call_each(calls, kwargs)
+        answers = self._call_each(calls, kwargs)
+        if any(isinstance(answer, NoAttribute) for answer in answers):
+            raise AttributeError(f"{self.env_id} and its wrappers have no attribute {name!r}.")
+        return answers
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """As `call` without arguments."""
@@ -182,23 +186,34 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         }
         self._call_each(calls, {})
 
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # as Gymnasium's
+        """The generator of each environment; in a process worker, a copy."""
+        return self.get_attr("np_random")
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]  # as Gymnasium's
+        """The seed of each environment's generator; -1 where it is not known."""
+        return self.get_attr("np_random_seed")
+
     def close_extras(self, **kwargs: Any) -> None:
         """What `close` calls: `aclose`, from synchronous code."""
         self._home.run(self.aclose())
 
-    # Gymnasium declares these as attributes; properties, because they need an environment.
+    # Gymnasium declares these as attributes. They are looked up when first wanted, because that needs an
+    # environment, and can be assigned.
 
     @functools.cached_property
     def _facts(self) -> EnvFacts:
         """Those of environment 0, which is made if there is none."""
         return self._home.run(self._slots[0].start())
 
-    @property
+    @functools.cached_property
     def single_observation_space(self) -> spaces.Space[Any]:  # type: ignore[override]  # see above
         """Space of one environment's observation."""
         return self._facts.observation_space
 
-    @property
+    @functools.cached_property
     def single_action_space(self) -> spaces.Space[Any]:  # type: ignore[override]  # see above
         """Space of one environment's action."""
         return self._facts.action_space
@@ -213,12 +228,12 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         """Space of the actions of all environments."""
         return batch_space(self.single_action_space, self.num_envs)
 
-    @property
+    @functools.cached_property
     def render_mode(self) -> str | None:  # type: ignore[override]  # see above
         """Render mode of the environments."""
         return self._facts.render_mode
 
-    @property
+    @functools.cached_property
     def metadata(self) -> dict[str, Any]:  # type: ignore[override]  # see above
         """Metadata of one environment, and the pool's autoreset mode."""
         return {**self._facts.metadata, "autoreset_mode": self.autoreset_mode}
@@ -311,8 +326,11 @@ def _mask(mask: object, count: int) -> npt.NDArray[np.bool]:
     if mask is None:
         return np.ones(count, np.bool)
     array = np.asarray(mask)
-    if array.dtype != np.bool or array.shape != (count,):
-        raise ConfigError(f"reset_mask must be a bool array of shape ({count},), got {mask!r}.")
+    wrong = f"reset_mask must be a bool array of shape ({count},), got {mask!r}."
+    if array.dtype != np.bool:
+        raise ConfigTypeError(wrong)
+    if array.shape != (count,):
+        raise ConfigError(wrong)
     if not array.any():
         raise ConfigError("reset_mask must be True somewhere.")
     return array

@@ -66,5 +66,7 @@ def make_gym(
     )
 
 
+# Gymnasium reads these from an entry point before it calls it.
+make_gym.metadata = TextAdapter.metadata  # type: ignore[attr-defined]  # a function has what it is given
 make_vector = functools.partial(make_pool, GYM_ID)
 """What `gymnasium.make_vec` calls: adapted environments in a pool; takes what `make_gym` and a pool take."""

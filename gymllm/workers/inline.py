@@ -26,8 +26,11 @@ class InlineWorker:
         self._make_env = make_env
         self._env: gymnasium.Env[Any, Any] | None = None
 
-    async def start(self) -> EnvFacts:
-        self._env = env = await run_sync(self._make_env)
+    def start(self) -> Finished[EnvFacts] | Awaitable[EnvFacts]:
+        return start_sync(self._make)
+
+    def _make(self) -> EnvFacts:
+        self._env = env = self._make_env()
         return EnvFacts.of(env)
 
     def call(

@@ -96,7 +96,10 @@ class Slot:
                 async with self._supply.turn:  # waited for outside the limit
                     self._facts = await _end(
                         self._guarded(
-                            "start", self._limits.start_timeout_s, self._start_worker, _facts
+                            "start",
+                            self._limits.start_timeout_s,
+                            self._start_worker,
+                            self._check_facts,
                         )
                     )
             self._stats.rebuilt += self._was_built
@@ -104,7 +107,7 @@ class Slot:
         assert self._facts is not None, "a started worker has told its facts"
         return self._facts
 
-    def _start_worker(self) -> Awaitable[object]:
+    def _start_worker(self) -> Finished[EnvFacts] | Awaitable[EnvFacts]:
         worker = self._worker = self._supply.make()
         return worker.start()
 
@@ -288,6 +291,12 @@ class Slot:
             )
         )
 
+    def _check_facts(self, answer: object) -> EnvFacts:
+        assert isinstance(answer, EnvFacts), "that is what starting answers"
+        if not self._text:
+            self._supply.check_spaces(answer)
+        return answer
+
     def _check_step(self, answer: object) -> StepResult:
         return check_step(answer, text=self._text)
 
@@ -328,11 +337,6 @@ def _summary(problem: BaseException) -> str:
 
 
 _LIMITS = {"start": "start_timeout_s", "reset": "reset_timeout_s"}
-
-
-def _facts(answer: object) -> EnvFacts:
-    assert isinstance(answer, EnvFacts), "that is what starting answers"
-    return answer
 
 
 def _cancellations() -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import anyio
 
+from gymllm.bridge import Finished
+from gymllm.errors import EnvTypeError
 from gymllm.workers.limits import Limits, PoolStats
 from gymllm.workers.worker import EnvFacts, Worker
 
@@ -39,6 +41,7 @@ class WorkerSupply:
         self._limits, self._stats = limits, stats
         self._spares: list[tuple[Worker, EnvFacts]] = []
         self._taken = anyio.Event()
+        self._first: EnvFacts | None = None
         self.turn = anyio.Semaphore(max_starts, fast_acquire=True)
         """Held while a worker starts."""
 
@@ -46,6 +49,20 @@ class WorkerSupply:
     def wants_spares(self) -> bool:
         """Whether any are to be kept."""
         return self._wanted > 0
+
+    def check_spaces(self, facts: EnvFacts) -> None:
+        """That an environment has the spaces of the first one, as their batch needs it.
+
+        Raises:
+            EnvTypeError: It has others.
+        """
+        first = self._first = self._first or facts
+        for name in ("observation_space", "action_space"):
+            expected, got = getattr(first, name), getattr(facts, name)
+            if got != expected:
+                raise EnvTypeError(
+                    f"the {name} is {got}, but that of the pool's first environment is {expected}"
+                )
 
     def make(self) -> Worker:
         """A new worker, not started."""
@@ -84,7 +101,8 @@ class WorkerSupply:
         worker = self.make()
         try:
             with anyio.fail_after(self._limits.start_timeout_s):
-                return worker, await worker.start()
+                started = worker.start()
+                return worker, started.value if isinstance(started, Finished) else await started
         except Exception as error:
             # Whoever needs one will start it, and be told.
             log.warning(

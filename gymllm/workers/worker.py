@@ -100,8 +100,8 @@ class Worker(Protocol):
         """The last lines that the environment's process printed, where it has one of its own."""
         ...
 
-    async def start(self) -> EnvFacts:
-        """Makes the environment. Called once, first."""
+    def start(self) -> Finished[EnvFacts] | Awaitable[EnvFacts]:
+        """Makes the environment. Called once, first; answers as `call`."""
         ...
 
     def call(
@@ -125,6 +125,12 @@ Request = tuple[str, tuple[Any, ...], dict[str, Any]]
 """What a process is asked: method, arguments and keyword arguments."""
 CANCEL = "cancel"
 """The method of a request that cancels the one before it; it is not answered."""
+
+
+class NoAttribute:
+    """The answer to a `CALL` of something that is not there."""
+
+
 CALL = "call"
 """The method name by which `invoke` reads, or calls, an attribute of the environment or a wrapper."""
 
@@ -135,10 +141,12 @@ def invoke(
     """Calls `method` of the environment; with `CALL`, what `args[0]` names in it or in a wrapper.
 
     Of what is named and can't be called, the value is the answer, as `gymnasium.vector.VectorEnv.call`
-    wants it.
+    wants it; `NoAttribute` where nothing is called that, which breaks nothing.
     """
     if method != CALL:
         return getattr(env, method)(*args, **kwargs)
     name, *rest = cast("tuple[str, ...]", args)
+    if not env.has_wrapper_attr(name):
+        return NoAttribute()
     attribute = env.get_wrapper_attr(name)
     return attribute(*rest, **kwargs) if callable(attribute) else attribute

@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 
@@ -75,3 +76,11 @@ def test_what_it_cant_play_says_why() -> None:
         gymllm.make(GYM_ID, env_id="gymllm/FrozenLake-v0")
     with pytest.raises(ConfigError, match=r"FrozenLake-v1 can't be made.*no_such"):
         gymllm.make(GYM_ID, env_id="FrozenLake-v1", env_kwargs={"no_such": 1})
+
+
+def test_gymnasium_may_collect_its_frames() -> None:
+    env = gymnasium.make("gymllm/Gym-v0", env_id="CartPole-v1", render_mode="rgb_array_list")
+    env.reset(seed=0)
+    env.step("0")
+    frames: Any = env.render()
+    assert [frame.dtype for frame in frames] == [np.uint8] * 2

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import gymllm
-from gymllm.errors import ConfigError, EngineError, EnvCrashedError, UnknownNameError
+from gymllm.errors import ConfigError, EngineError, EnvBatchError, EnvCrashedError, UnknownNameError
 from gymllm.pool import LeasedEnv, Played, execution_of
 from gymllm.task import SeededTasks, Task
 
@@ -381,8 +381,9 @@ def test_attributes_are_read_called_and_set(worker: str) -> None:
         assert [each.id for each in spec] == ["CartPole-v1"] * 2
         with pytest.raises(ConfigError, match="expected 2 values of length, got 3"):
             pool.set_attr("length", [1, 2, 3])
-        with pytest.raises(gymllm.errors.EnvBatchError, match="no_such"):
+        with pytest.raises(AttributeError, match=r"CartPole-v1 .* no attribute 'no_such'"):
             pool.get_attr("no_such")
+        pool.step(np.array([0, 1]))  # nothing was broken by that
     finally:
         pool.close()
 
@@ -436,3 +437,46 @@ def test_a_reset_mask_can_be_given_by_itself() -> None:
     assert again[::2] == first[::2]
     assert again[1] == gymllm.EnvPool(Walk, 1).reset(seed=12)[0][0]
     pool.close()
+
+
+@pytest.mark.parametrize("worker", ["inline", "process"])
+def test_each_environments_generator_can_be_seen(worker: str) -> None:
+    pool = gymllm.EnvPool(Walk, 2, worker=worker)
+    pool.reset(seed=42)
+    assert pool.np_random_seed == (42, 43)
+    pool.reset()
+    assert pool.np_random_seed == (42, 43)
+    drawn = [rng.integers(1_000_000) for rng in pool.np_random]
+    assert len(set(drawn)) == 2
+    pool.close()
+
+
+def test_different_spaces_in_one_pool_are_named() -> None:
+    sizes = iter(range(1, 9))
+
+    class Sized(gymnasium.Env[Any, Any]):
+        def __init__(self) -> None:
+            self.observation_space = gymnasium.spaces.Box(0, next(sizes), (2,))
+            self.action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+            return self.observation_space.sample(), {}
+
+    pool = gymllm.EnvPool(Sized, 2, text=False)
+    with pytest.raises(
+        EnvBatchError, match=r"Sized: start: the observation_space is Box\(0.*2"
+    ) as caught:
+        pool.reset(seed=1)
+    assert caught.value.failed == (1,)
+    pool.close()
+
+
+def test_what_gymnasium_expects_of_a_vector_env_holds() -> None:
+    pool = gymllm.EnvPool(LAKE, 2)
+    with pytest.raises(TypeError, match="reset_mask must be a bool array"):
+        pool.reset(options={"reset_mask": np.array([1, 0])})
+    pool.metadata = {"autoreset_mode": pool.autoreset_mode, "mine": 1}
+    assert pool.metadata["mine"] == 1
+    pool.close()
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+        pool.reset()

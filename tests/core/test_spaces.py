@@ -295,3 +295,13 @@ def test_messages_work_in_gymnasiums_vector_envs(make_envs: Callable[..., AnyVec
     assert [text_of(observation) for observation in observations] == ["a", "b"]
     assert observations in envs.observation_space
     envs.close()
+
+
+def test_gymnasium_has_a_zero_of_texts_and_messages() -> None:
+    from gymnasium.wrappers import DelayObservation
+    from gymnasium.wrappers.utils import create_zero_array
+
+    for space in (Unicode(), Message()):
+        assert space.contains(create_zero_array(space))  # type: ignore[arg-type]
+    env = DelayObservation(gymnasium.make("gymllm/FrozenLake-v0"), delay=1)
+    assert env.reset(seed=0)[0] == ""
