@@ -23,6 +23,7 @@ from gymllm.engines.scripted import ScriptedEngine
 from gymllm.episode import EpisodeLimits
 from gymllm.errors import ConfigError, ModelError, RunError
 from gymllm.evaluation import Estimate, EvaluationResult, evaluate
+from gymllm.memory import collect_rarely
 from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Trajectory
@@ -180,6 +181,7 @@ def run(evaluation: Evaluation) -> None:
 
 def _run(evaluation: Evaluation, interrupt: Interrupt) -> None:
     started = time.monotonic()
+    collect_rarely()
     try:
         evaluation.out.mkdir(parents=True, exist_ok=True)
         transcripts = evaluation.out / "transcripts.jsonl"

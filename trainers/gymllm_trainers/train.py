@@ -19,6 +19,7 @@ from flax import nnx
 
 from gymllm.agent import AgentFactory
 from gymllm.errors import ConfigError, RunError, UnknownNameError
+from gymllm.memory import collect_rarely
 from gymllm.pool import EnvPool
 from gymllm.rollout import AdmissionGate, Rollout
 from gymllm.task import SeededTasks
@@ -69,6 +70,7 @@ def run(config: TrainConfig) -> None:
     with Interrupt() as interrupt:
         started = time.monotonic()
         keep_freed_memory()
+        collect_rarely()
         use_compilation_cache()
         folder = open_run_folder(config)
         try:
