@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -251,6 +252,9 @@ class EnvPool(VectorFace):
         ]
         self._keeper: TaskGroup | None = None
         self._watch: LoopWatch | None = None
+        self._threads = weakref.WeakSet[ThreadWorker]()
+        # For a pool that nobody closes: what runs by itself would go on without it.
+        weakref.finalize(self, _end_threads, self._threads)
         self._idle = self._slots[::-1]
         self._waiters: deque[_Waiter] = deque()
         self.closed = False
@@ -453,6 +457,7 @@ class EnvPool(VectorFace):
         self._home.bind(f"the pool of {self.env_id}")
         if self.worker == "inline" and self._watch is None and not self.closed:
             self._watch = LoopWatch(self.env_id, limit_s=BLOCKED_AFTER_S)
+            weakref.finalize(self, self._watch.tell_to_end)
 
     def _take_all(self) -> None:
         self._check_open()
@@ -467,8 +472,15 @@ class EnvPool(VectorFace):
         if self.worker == "process":
             return ProcessWorker(self._processes)
         if self.worker == "thread":
-            return ThreadWorker(make_env, name=f"gymllm-env-{self._stats.built}")
+            worker = ThreadWorker(make_env, name=f"gymllm-env-{self._stats.built}")
+            self._threads.add(worker)
+            return worker
         return InlineWorker(make_env)
+
+
+def _end_threads(threads: Iterable[ThreadWorker]) -> None:
+    for worker in list(threads):
+        worker.tell_to_end()
 
 
 def execution_of(make_env: Callable[..., object]) -> str:

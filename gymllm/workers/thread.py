@@ -122,12 +122,16 @@ class ThreadWorker:
                 await ended.wait()
         self.is_lost = call.abandoned = not call.ended
 
-    async def _stop(self) -> None:
-        self._ended = Reply[None]()
+    def tell_to_end(self) -> None:
+        """Tells the thread to close the environment and end as soon as it can; from any thread."""
         self._stopping = True  # before the runner is looked for: the thread may be about to make it
         if self._runner is not None:
             self._runner.stop()
         self._calls.put(None)
+
+    async def _stop(self) -> None:
+        self._ended = Reply[None]()
+        self.tell_to_end()
         if not self.is_lost:
             with anyio.move_on_after(STOP_LIMIT_S, shield=True):
                 await self._ended.wait()

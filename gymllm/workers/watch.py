@@ -41,8 +41,12 @@ class LoopWatch:
         self._thread = threading.Thread(target=self._run, name="gymllm-watch", daemon=True)
         self._thread.start()
 
+    def tell_to_end(self) -> None:
+        """Has the thread end soon."""
+        self._stopped.set()
+
     def stop(self) -> None:
-        """Ends the thread; returns at once if the loop stands still, as this is called on it."""
+        """Ends the thread, and returns when it has ended."""
         self._stopped.set()
         self._thread.join()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -480,3 +483,23 @@ def test_what_gymnasium_expects_of_a_vector_env_holds() -> None:
     pool.close()
     with pytest.raises(gymnasium.error.ClosedEnvironmentError):
         pool.reset()
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_pool_that_nobody_closes_takes_what_it_started_with_it(worker: str) -> None:
+    def children() -> set[str]:
+        return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+    def play_and_forget() -> None:
+        gymllm.EnvPool("CartPole-v1", 2, worker=worker, text=False).reset(seed=1)
+
+    threads, processes = set(threading.enumerate()), children()
+    play_and_forget()
+    gc.collect()
+    until = time.monotonic() + 5
+    while time.monotonic() < until and (
+        children() != processes
+        or any(t.name.startswith("gymllm-env") for t in set(threading.enumerate()) - threads)
+    ):
+        time.sleep(0.01)
+    assert time.monotonic() < until
