@@ -62,6 +62,14 @@ class Env(gymnasium.Env[str, str], ABC):
         self._observation = ""
         return self
 
+    def __init__(self, *, render_mode: str | None = None) -> None:
+        """For environments without settings of their own; others need not call it.
+
+        Args:
+            render_mode: As for `render`.
+        """
+        self.render_mode = render_mode
+
     @abstractmethod
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -7,6 +7,7 @@ slowest has answered, as that interface wants. A pool is used by one face and on
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
@@ -15,21 +16,20 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 import gymnasium
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
-from gymnasium.envs.registration import load_env_creator
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from gymllm.bridge import Finished, HomeLoop
+from gymllm.bridge import Finished, HomeLoop, current_host
 from gymllm.errors import ClosedError, ConfigError, EngineError, EnvError, UnknownNameError
 from gymllm.limit import Limit
-from gymllm.registration import check_id, make
+from gymllm.registration import check_id, entry_point_of, make
 from gymllm.task import Task
 from gymllm.vector import VectorFace
 from gymllm.workers import (
@@ -199,6 +199,8 @@ class EnvPool(VectorFace):
             }
             if value[name] < least:
                 raise ConfigError(f"{name} must be >= {least}, got {value[name]}.")
+        if memory_limit_bytes is not None and memory_limit_bytes < 1:
+            raise ConfigError(f"memory_limit_bytes must be >= 1 or None, got {memory_limit_bytes}.")
         if worker is not None and worker not in WORKERS:
             raise UnknownNameError("worker", worker, WORKERS)
         try:
@@ -226,6 +228,11 @@ class EnvPool(VectorFace):
         self.num_envs = num_envs
         self.worker = worker or execution_of(make_env)
         """Where the environments run: one of `WORKERS`."""
+        if self.worker != "process" and (envs_per_process > 1 or memory_limit_bytes is not None):
+            raise ConfigError(
+                "envs_per_process and memory_limit_bytes are for worker='process'; this pool's is "
+                f"{self.worker!r}."
+            )
         self._text = text
         self._stats = PoolStats()
         self._home = HomeLoop()
@@ -251,10 +258,12 @@ class EnvPool(VectorFace):
             for index in range(num_envs)
         ]
         self._keeper: TaskGroup | None = None
+        self._host: object = None
         self._watch: LoopWatch | None = None
         self._threads = weakref.WeakSet[ThreadWorker]()
         # For a pool that nobody closes: what runs by itself would go on without it.
         weakref.finalize(self, _end_threads, self._threads)
+        weakref.finalize(self, self._processes.abandon)
         self._idle = self._slots[::-1]
         self._waiters: deque[_Waiter] = deque()
         self.closed = False
@@ -401,6 +410,7 @@ class EnvPool(VectorFace):
         Ends within `close_timeout_s`, about; idempotent.
         """
         self.closed = True
+        self._forget_closed_loop()
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -455,9 +465,22 @@ class EnvPool(VectorFace):
     def _bind(self) -> None:
         """Makes the running loop the pool's."""
         self._home.bind(f"the pool of {self.env_id}")
+        self._forget_closed_loop()
         if self.worker == "inline" and self._watch is None and not self.closed:
             self._watch = LoopWatch(self.env_id, limit_s=BLOCKED_AFTER_S)
             weakref.finalize(self, self._watch.tell_to_end)
+
+    def _forget_closed_loop(self) -> None:
+        """Lets go of workers that wait on a loop that no longer runs; where this one is another."""
+        host = current_host()
+        if self._host is not None and self._host is not host and not _is_open(self._host):
+            _end_threads(self._threads)
+            self._processes.forget()
+            for slot in self._slots:
+                slot.forget()
+            self._watch = None
+            self._host = None
+        self._host = self._host or host
 
     def _take_all(self) -> None:
         self._check_open()
@@ -478,6 +501,11 @@ class EnvPool(VectorFace):
         return InlineWorker(make_env)
 
 
+def _is_open(host: object) -> bool:
+    """Whether a loop can run on: asyncio's says so; trio's token belongs to one run, and no other."""
+    return isinstance(host, asyncio.AbstractEventLoop) and not host.is_closed()
+
+
 def _end_threads(threads: Iterable[ThreadWorker]) -> None:
     for worker in list(threads):
         worker.tell_to_end()
@@ -494,29 +522,6 @@ def execution_of(make_env: Callable[..., object]) -> str:
     if execution not in WORKERS:
         raise UnknownNameError("execution", str(execution), WORKERS)
     return execution
-
-
-def entry_point_of(make_env: Callable[..., object]) -> object:
-    """What makes the environments in the end: a class, as a rule; its module is imported."""
-    maker: object = make_env
-    while isinstance(maker, functools.partial):
-        part = cast("functools.partial[object]", maker)
-        if part.func in (make, gymnasium.make) and part.args:
-            maker = _entry_point(str(part.args[0]))
-        else:
-            maker = part.func
-    return maker
-
-
-def _entry_point(env_id: str) -> object:
-    """What makes the environment of an id; None if that can't be known without making it."""
-    spec = gymnasium.registry.get(env_id)
-    if spec is None or not isinstance(spec.entry_point, str):
-        return spec.entry_point if spec is not None else None
-    try:
-        return load_env_creator(spec.entry_point)
-    except Exception:  # what is missing is said where it is made, as that environment's fault
-        return None
 
 
 def make_pool(env_id: str, /, num_envs: int = 1, **kwargs: Any) -> EnvPool:

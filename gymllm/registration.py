@@ -7,15 +7,17 @@ other packages are registered when they are first asked for, by importing the pa
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 from gymnasium import error
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from gymllm.adapters import TextAdapter, is_text_env, needed_render_mode
 from gymllm.errors import ConfigError, GymLLMError, MissingExtraError, UnknownNameError
@@ -167,3 +169,33 @@ def _unknown(env_id: str) -> UnknownNameError:
 
 
 register_gym()
+
+
+def spec_of(make_env: Callable[..., object]) -> EnvSpec | None:
+    """The spec of the id that a `functools.partial` of `make` or `gymnasium.make` makes, if it is one."""
+    maker: object = make_env
+    while isinstance(maker, functools.partial):
+        part = cast("functools.partial[object]", maker)
+        if part.func in (make, gymnasium.make) and part.args:
+            return gymnasium.registry.get(str(part.args[0]))
+        maker = part.func
+    return None
+
+
+def entry_point_of(make_env: Callable[..., object]) -> object:
+    """What makes the environments in the end: a class, as a rule; its module is imported.
+
+    None if that can't be known without making one.
+    """
+    spec = spec_of(make_env)
+    if spec is not None and isinstance(spec.entry_point, str):
+        try:
+            return load_env_creator(spec.entry_point)
+        except Exception:  # what is missing is said where it is made, as that environment's fault
+            return None
+    if spec is not None:
+        return spec.entry_point
+    maker: object = make_env
+    while isinstance(maker, functools.partial):
+        maker = cast("functools.partial[object]", maker).func
+    return maker

@@ -53,7 +53,10 @@ def ok(value: object) -> list[memoryview]:
     try:
         return encode(("ok", value))
     except Exception as error:
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except Exception:  # a __repr__ that raises
+            shown = f"of type {type(value).__name__}"
         shown = shown if len(shown) <= 200 else f"{shown[:197]}..."
         return raised(TypeError(f"the answer {shown} can't leave its process: {error}"))
 
@@ -113,6 +116,7 @@ class Server:
         self._seat, self._interrupts, self._ended = seat, interrupts, ended
         self._loop = asyncio.get_running_loop()
         self._call: asyncio.Task[None] | None = None
+        self._pid = os.getpid()
         seat.socket.setblocking(False)
         self._loop.add_reader(seat.socket.fileno(), self._on_readable)
 
@@ -148,6 +152,10 @@ class Server:
         self._send(answer)
 
     def _send(self, answer: list[memoryview]) -> None:
+        if (
+            os.getpid() != self._pid
+        ):  # the environment forked, and its child came back out of its code
+            os._exit(1)
         try:
             while answer:
                 answer = send(self._seat.socket, answer)

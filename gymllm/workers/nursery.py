@@ -9,7 +9,7 @@ socket or dies.
 
 Messages have one size. From the pool: b"f", number, memory limit in bytes or 0, with the descriptors of a
 log and of a socket for each environment: fork. b"s", number, signal: send it to the process. b"k", number,
-0: kill the process and all it has started. To the pool: b"e", number, exit status: it has ended.
+0: kill the process and all it has started. b"q": end. To the pool: b"e", number, exit status: it has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 
 MESSAGE = struct.Struct("<cIq")
 """Operation, number of the process, value."""
-FORK, SIGNAL, KILL, ENDED = b"f", b"s", b"k", b"e"
+FORK, SIGNAL, KILL, QUIT, ENDED = b"f", b"s", b"k", b"q", b"e"
 MOST_DESCRIPTORS = 250
 """In one message; the operating system takes a few more."""
 _MOST_ROUNDS = 200
@@ -46,6 +46,9 @@ class Nursery:
         self._control = control
         self._numbers: dict[int, int] = {}
         """Number of each living process, by pid."""
+        self._pool: int | None = None
+        if hasattr(os, "pidfd_open"):
+            self._pool = os.pidfd_open(os.getppid())
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
@@ -57,8 +60,13 @@ class Nursery:
         waiting = select.poll()
         waiting.register(self._control, select.POLLIN)
         waiting.register(self._woken, select.POLLIN)
+        if self._pool is not None:
+            waiting.register(self._pool, select.POLLIN)
         while True:
             for descriptor, _ in waiting.poll():
+                if descriptor == self._pool:  # a child of the pool's may hold its end of the socket
+                    self._end()
+                    return None
                 if descriptor == self._woken:
                     os.read(self._woken, 4096)
                     self._reap()
@@ -66,10 +74,10 @@ class Nursery:
                 message, descriptors, _, _ = socket.recv_fds(
                     self._control, MESSAGE.size, MOST_DESCRIPTORS + 1
                 )
-                if not message:
+                operation, number, value = MESSAGE.unpack(message) if message else (QUIT, 0, 0)
+                if operation == QUIT:
                     self._end()
                     return None
-                operation, number, value = MESSAGE.unpack(message)
                 if operation == FORK:
                     if (pid := os.fork()) == 0:
                         return self._in_fork(value, *descriptors)
@@ -83,8 +91,9 @@ class Nursery:
         atexit._clear()  # pyright: ignore[reportPrivateUsage]  those are the nursery's own
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for descriptor in (self._control.detach(), self._woken, self._wake):
-            os.close(descriptor)
+        for descriptor in (self._control.detach(), self._woken, self._wake, self._pool):
+            if descriptor is not None:
+                os.close(descriptor)
         os.setsid()
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -172,8 +181,9 @@ def _import_what_makes_environments(pickled: bytes) -> None:
     Nothing is made here. What goes wrong goes wrong again, and is told, where one is made.
     """
     with suppress(BaseException):
-        entry_point_of = importlib.import_module("gymllm.pool").entry_point_of
-        entry_point_of(pickle.loads(pickled))
+        made = pickle.loads(pickled)
+        entry_point_of = importlib.import_module("gymllm.registration").entry_point_of
+        entry_point_of(getattr(made, "make_env", made))
 
 
 def main() -> None:

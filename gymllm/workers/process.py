@@ -16,18 +16,22 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import anyio
 
 from gymllm.bridge import Finished, Reply, running_loop
+from gymllm.errors import EnvTypeError
+from gymllm.registration import spec_of
 from gymllm.workers.frames import NOTHING, FrameReader, encode, send
-from gymllm.workers.nursery import FORK, KILL, MESSAGE, MOST_DESCRIPTORS, SIGNAL
+from gymllm.workers.nursery import FORK, KILL, MESSAGE, MOST_DESCRIPTORS, QUIT, SIGNAL
 from gymllm.workers.worker import (
     CANCEL,
     EnvFacts,
     MakeEnv,
+    MakeRegistered,
     RemoteError,
     RemoteTrace,
     Request,
@@ -39,8 +43,8 @@ CANCEL_GRACE_S = 0.5
 EXIT_LIMIT_S = 1.0
 """How long a process that was told to end may take before it is killed."""
 MOST_MADE = 4
-"""Environments that a process makes, one after another, for each that it has room for. One that raised is
-closed and the next is made beside what it left behind, so a process must not live for ever."""
+"""Environments that a process makes, one after another, for each that it has room for, where none of them
+raised: after a call that was cancelled and cleaned up, say."""
 _START_NURSERY = "from gymllm.workers.nursery import main; main()"
 MOST_SEATS = MOST_DESCRIPTORS - 1
 """Environments that can share a process: their sockets are handed over at once."""
@@ -72,7 +76,7 @@ class NurseryHandle:
         self._control.setblocking(False)
         self._processes: dict[int, EnvProcess] = {}
         self._unread = b""
-        self.is_down = False
+        self.is_down = self._is_abandoned = False
         self._loop = running_loop()
         if self._loop is not None:
             self._loop.add_reader(self._control.fileno(), self.read)
@@ -122,12 +126,36 @@ class NurseryHandle:
         self.is_down = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._control.fileno())
+        if self._is_abandoned:
+            self.release()
         processes, self._processes = self._processes, {}
         for process in processes.values():
             process.has_ended(None)
 
+    def quit(self) -> None:
+        """Has it end, with all its processes; from any thread."""
+        with contextlib.suppress(OSError):
+            self._control.send(MESSAGE.pack(QUIT, 0, 0))
+
+    def abandon(self) -> None:
+        """As `quit`; what is held here is freed when it is gone."""
+        self._is_abandoned = True
+        self.quit()
+
+    def release(self) -> None:
+        """Ends it, and frees what is held here, where its loop is closed."""
+        self.quit()
+        self.is_down = True
+        processes, self._processes = self._processes, {}
+        for process in processes.values():
+            process.release()
+        self._control.close()
+        # Somebody must take note of its end, and nothing waits here any more.
+        threading.Thread(target=self._process.wait, name="gymllm-nursery-end", daemon=True).start()
+
     async def aclose(self) -> None:
         """Ends it, and what is left of its processes."""
+        self.quit()
         self._go_down()
         self._control.close()
         with anyio.CancelScope(shield=True):
@@ -169,6 +197,8 @@ class EnvProcess:
         ours, theirs = zip(*(socket.socketpair() for _ in range(seats)), strict=True)
         self._channels: list[Channel] = [Channel(end) for end in ours]
         self.free: list[Channel] = list(self._channels)
+        self.is_worn = False
+        """Whether an environment raised in it, and may have left anything behind."""
         self.made = 0
         """Environments that were made in it."""
         self.is_alive = True
@@ -207,7 +237,10 @@ class EnvProcess:
             return ""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), LOG_TAIL_BYTES, max(size - LOG_TAIL_BYTES, 0))
-        return tail.decode(errors="replace").strip()
+        text = tail.decode(errors="replace").strip()
+        return "".join(
+            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+        )
 
     def trim_log(self) -> None:
         """Empties a log that has grown long. Costs a system call."""
@@ -255,8 +288,9 @@ class EnvProcess:
     def release(self) -> None:
         """Frees what is held here for a process that has ended."""
         self._closed = True
+        self.is_alive = False
         for channel in self._channels:
-            channel.close()
+            channel.release()
         self._log.close()
 
 
@@ -321,6 +355,11 @@ class Channel:
         self.hang_up()
         self._socket.close()
 
+    def release(self) -> None:
+        """Closes the socket where nobody waits any more."""
+        self._waiter = None
+        self.close()
+
     async def _send(self, parts: list[memoryview]) -> None:
         try:
             while parts:
@@ -377,7 +416,9 @@ class EnvProcesses:
         if self._made is None:
             # Imported where it is needed; Gymnasium depends on it.
             cloudpickle = importlib.import_module("cloudpickle")
-            self._made = cast("bytes", cloudpickle.dumps(self._make_env))
+            spec = spec_of(self._make_env)
+            make_env = MakeRegistered(self._make_env, spec) if spec else self._make_env
+            self._made = cast("bytes", cloudpickle.dumps(make_env))
         return self._made
 
     def take(self) -> tuple[EnvProcess, Channel]:
@@ -406,13 +447,25 @@ class EnvProcesses:
         """
         if healthy and not channel.is_down:
             process.free.append(channel)
-            if not process.is_unused or process.made < MOST_MADE * self._seats:
+            fresh = not process.is_worn and process.made < MOST_MADE * self._seats
+            if not process.is_unused or fresh:
                 if process not in self._open:
                     self._open.append(process)
                 return
         if process in self._open:
             self._open.remove(process)
         await process.aclose(kill=not healthy)
+
+    def abandon(self) -> None:
+        """Has everything end, without waiting; from any thread."""
+        if self._nursery is not None:
+            self._nursery.abandon()
+
+    def forget(self) -> None:
+        """Lets go of everything that belongs to a loop that is closed."""
+        if self._nursery is not None:
+            self._nursery.release()
+        self._nursery, self._open = None, []
 
     async def aclose(self) -> None:
         """Ends the processes that are left, the nursery, and whatever else is there."""
@@ -446,6 +499,13 @@ class ProcessWorker:
     async def start(self) -> EnvFacts:
         made = self._processes.made
         self._process, self._channel = self._processes.take()
+        if self._process.made > 1:  # it has idled, and may have died in the meantime
+            try:
+                return cast("EnvFacts", await self._ask("start", (made,), {}))
+            except WorkerDied:
+                await self.aclose()
+                self._healthy = True
+                self._process, self._channel = self._processes.take()
         return cast("EnvFacts", await self._ask("start", (made,), {}))
 
     def call(
@@ -493,7 +553,11 @@ class ProcessWorker:
             return answer[1]
         trace = cast("RemoteTrace", answer[1])
         # What did not fit may fill the process still.
-        self._healthy = "MemoryError" not in trace.summary.partition(":")[0]
+        kind, _, text = trace.summary.partition(":")
+        self._healthy = "MemoryError" not in kind
+        if kind == EnvTypeError.__name__:  # `Env` has looked at the answer there
+            raise EnvTypeError(text.strip().rstrip("."))
+        process.is_worn = True
         raise RemoteError(trace)
 
     async def _cancel(self, process: EnvProcess, channel: Channel) -> None:

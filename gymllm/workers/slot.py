@@ -20,6 +20,7 @@ from gymnasium.error import ResetNeeded
 from gymllm.bridge import Finished, running_loop
 from gymllm.errors import ClosedError, EnvCrashedError, EnvTimeoutError, EnvTypeError
 from gymllm.limit import Limit, LimitWithin
+from gymllm.workers.inline import InlineWorker
 from gymllm.workers.limits import Limits, PoolStats
 from gymllm.workers.supply import WorkerSupply
 from gymllm.workers.thread import ThreadWorker
@@ -28,6 +29,9 @@ from gymllm.workers.worker import EnvFacts, RemoteError, Worker, WorkerDied
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 4_000
+"""Characters of what an environment raised that its error keeps."""
 
 
 class StepResult(NamedTuple):
@@ -163,6 +167,11 @@ class Slot:
             outer,
         )
 
+    def forget(self) -> None:
+        """Lets go of a worker whose loop is closed; one that runs on no loop of its own stays."""
+        if not isinstance(self._worker, InlineWorker):
+            self._worker = None
+
     async def render(self) -> object:
         """What the environment's `render` returns. Raises as `step`."""
         return await self.call("render")
@@ -212,7 +221,9 @@ class Slot:
             raise ClosedError(self._say(method, "the pool is closed"))
         try:
             started = begin()
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever its class: nothing of ours is awaited here
             return self._go_on(method, limit_s, error, check, outer)
         if not isinstance(started, Finished):
             return self._go_on(method, limit_s, started, check, outer)
@@ -259,7 +270,9 @@ class Slot:
             self._limit = limit
             try:
                 return await operation
-            except (Exception, SystemExit) as error:
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except Exception as error:
                 if isinstance(error, EnvTypeError) and not limit.passed:
                     raise  # `Env` has looked at the answer already
                 if not limit.passed and _cancellations() > cancellations:
@@ -268,9 +281,10 @@ class Slot:
                     raise asyncio.CancelledError from error
                 problem = error
             except BaseException as error:
-                stray = isinstance(error, asyncio.CancelledError) and (
-                    _cancellations()
-                    == cancellations  # nobody cancelled us: the environment raised it
+                cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+                # On asyncio it can be told whether anybody cancelled us, or the environment raised it.
+                stray = not cancelled or (
+                    isinstance(error, asyncio.CancelledError) and _cancellations() == cancellations
                 )
                 if limit.passed or not stray:
                     self._stats.cancelled += not limit.passed
@@ -323,6 +337,8 @@ class Slot:
         self._stats.close_failures += not ended
 
     def _say(self, method: str, what: str) -> str:
+        if len(what) > LONGEST_MESSAGE:
+            what = f"{what[:LONGEST_MESSAGE]}..."
         text = f"{self._env_id}: {method}: {what} (slot {self.index})."
         tail = self._worker.log_tail if self._worker is not None else ""
         return f"{text}\nThe last that its process printed:\n{tail}" if tail else text
@@ -333,7 +349,10 @@ async def _end(begun: Finished[T] | Coroutine[object, Any, T]) -> T:
 
 
 def _summary(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {problem}"
+    try:
+        return f"{type(problem).__name__}: {problem}"
+    except Exception:  # a __str__ that raises
+        return type(problem).__name__
 
 
 _LIMITS = {"start": "start_timeout_s", "reset": "reset_timeout_s"}
@@ -370,12 +389,12 @@ def check_step(answer: object, *, text: bool = True) -> StepResult:
         EnvTypeError: It is not what `gymnasium.Env.step` returns.
     """
     observation, reward, terminated, truncated, info = _parts(answer, 5)
-    if not isinstance(reward, int | float | np.number) or not isfinite(cast("float", reward)):
-        raise EnvTypeError(f"the reward must be a finite number, got {reward!r}")
+    if not _is_finite(reward):
+        raise EnvTypeError(f"the reward must be a finite number, got {_shown(reward)}")
     if not (type(terminated) is bool and type(truncated) is bool):
         for name, flag in (("terminated", terminated), ("truncated", truncated)):
             if not isinstance(flag, bool | np.bool):
-                raise EnvTypeError(f"{name} must be a bool, got {flag!r}")
+                raise EnvTypeError(f"{name} must be a bool, got {_shown(flag)}")
     return StepResult(
         _text(observation) if text else observation,
         float(cast("float", reward)),
@@ -394,8 +413,20 @@ def _parts(answer: object, count: int) -> tuple[object, ...]:
     return parts
 
 
+def _is_finite(reward: object) -> bool:
+    if not isinstance(reward, int | float | np.integer | np.floating | np.bool):
+        return False
+    try:
+        return isfinite(cast("float", reward))
+    except OverflowError:  # an int that no float holds
+        return False
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a __repr__ that raises
+        text = f"an object of {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

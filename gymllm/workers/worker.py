@@ -5,12 +5,28 @@ from __future__ import annotations
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, Protocol, cast
 
 import gymnasium
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 
 from gymllm.bridge import Finished
+
+
+@dataclass(frozen=True)
+class MakeRegistered:
+    """Makes an environment by an id that another process may not know."""
+
+    make_env: Callable[[], gymnasium.Env[Any, Any]]
+    spec: EnvSpec
+    """Registered first, where nothing is by its id."""
+
+    def __call__(self) -> gymnasium.Env[Any, Any]:
+        gymnasium.registry.setdefault(self.spec.id, self.spec)
+        return self.make_env()
+
 
 MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
 """Makes one environment, wrappers included."""
@@ -40,6 +56,10 @@ class WorkerDied(Exception):
     """The process of a worker has ended; the message says how."""
 
 
+LONGEST_CHAIN, LONGEST_TRACE = 8, 64
+"""Exceptions of a chain, and frames of each, that are sent."""
+
+
 @dataclass(frozen=True)
 class RemoteTrace:
     """An exception of another process in words, and where it was raised.
@@ -57,25 +77,39 @@ class RemoteTrace:
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteTrace:
-        """That of `error`."""
-        try:
-            summary = f"{type(error).__name__}: {error}"
-        except Exception:  # a __str__ that raises
-            summary = type(error).__name__
-        frames: list[tuple[str, int, str]] = []
-        trace = error.__traceback__
-        while trace is not None:
-            code = trace.tb_frame.f_code
-            frames.append((code.co_filename, trace.tb_lineno, code.co_name))
-            trace = trace.tb_next
-        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        return cls(summary, tuple(frames), cls.of(before) if before is not None else None)
+        """That of `error`, and of the last few that it came from: chains can be long, or circles."""
+        chain: list[BaseException] = []
+        link: BaseException | None = error
+        while link is not None and link not in chain and len(chain) < LONGEST_CHAIN:
+            chain.append(link)
+            link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        trace: RemoteTrace | None = None
+        for link in reversed(chain):
+            trace = cls(_summary(link), _frames(link.__traceback__), trace)
+        assert trace is not None, "the chain begins with the error"
+        return trace
 
     def __str__(self) -> str:
         lines = [f"{self.before}\n\nwhich led to:\n"] if self.before is not None else []
         frames = [traceback.FrameSummary(*frame) for frame in self.frames]
         lines += traceback.StackSummary.from_list(frames).format()
         return "".join(lines) + self.summary
+
+
+def _summary(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # a __str__ that raises
+        return type(error).__name__
+
+
+def _frames(trace: TracebackType | None) -> tuple[tuple[str, int, str], ...]:
+    frames: list[tuple[str, int, str]] = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append((code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    return tuple(frames[-LONGEST_TRACE:])
 
 
 class RemoteError(Exception):

@@ -221,3 +221,17 @@ def test_an_action_that_is_no_text_is_refused_and_the_episode_goes_on() -> None:
     with pytest.raises(EnvTypeError, match="FrozenLake-v0: the action must be a str, got 3"):
         env.unwrapped.step(3)
     env.unwrapped.step("right")
+
+
+def test_an_environment_without_settings_takes_a_render_mode_and_nothing_else() -> None:
+    class Plain(gymllm.Env):
+        async def areset(
+            self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        ) -> tuple[str, dict[str, Any]]:
+            return "text", {}
+
+        async def astep(self, action: str) -> Any: ...
+
+    assert Plain(render_mode="ansi").render_mode == "ansi"
+    with pytest.raises(TypeError, match="tyop"):
+        Plain(tyop=3)  # type: ignore[call-arg]

@@ -19,7 +19,14 @@ import numpy as np
 import pytest
 
 import gymllm
-from gymllm.errors import ConfigError, EngineError, EnvBatchError, EnvCrashedError, UnknownNameError
+from gymllm.errors import (
+    ConfigError,
+    EngineError,
+    EnvBatchError,
+    EnvCrashedError,
+    EnvTypeError,
+    UnknownNameError,
+)
 from gymllm.pool import LeasedEnv, Played, execution_of
 from gymllm.task import SeededTasks, Task
 
@@ -93,7 +100,8 @@ async def test_episodes_are_the_same_whatever_runs_them(worker: str) -> None:
     alone = gymllm.EnvPool(Walk, 1)
     expected = await play_all(alone, tasks(12))
     await alone.aclose()
-    pool = gymllm.EnvPool(Walk, 3, worker=worker, envs_per_process=2)
+    shared = {"envs_per_process": 2} if worker == "process" else {}
+    pool = gymllm.EnvPool(Walk, 3, worker=worker, **shared)
     try:
         played = await play_all(pool, tasks(12))
     finally:
@@ -372,7 +380,7 @@ def test_where_an_environment_runs_is_its_classes_word() -> None:
 
 @pytest.mark.parametrize("worker", ["inline", "thread", "process"])
 def test_attributes_are_read_called_and_set(worker: str) -> None:
-    pool = gymllm.EnvPool("CartPole-v1", 2, worker=worker, text=False, envs_per_process=2)
+    pool = gymllm.EnvPool("CartPole-v1", 2, worker=worker, text=False)
     try:
         assert pool.get_attr("length") == (0.5, 0.5)
         pool.set_attr("length", [0.25, 1.0])
@@ -503,3 +511,86 @@ def test_a_pool_that_nobody_closes_takes_what_it_started_with_it(worker: str) ->
     ):
         time.sleep(0.01)
     assert time.monotonic() < until
+
+
+class Odd(Walk):
+    """Raises, or answers, what nobody expects."""
+
+    async def astep(self, action: str) -> Any:
+        class NoText(Exception):
+            def __str__(self) -> str:
+                raise ValueError("no text")
+
+        class NoPicture(float):
+            __repr__ = None  # type: ignore[assignment]
+
+        class Panic(BaseException):
+            pass
+
+        if action == "no text":
+            raise NoText
+        if action == "panic":
+            raise Panic("from below")
+        if action == "circle":
+            first, second = KeyError("first"), KeyError("second")
+            first.__cause__, second.__cause__ = second, first
+            raise first
+        if action == "long":
+            raise KeyError("x" * 1_000_000)
+        rewards = {"huge": 10**400, "complex": np.complex64(1j), "nan": NoPicture("nan")}
+        return "text", rewards[action], False, False, {}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("worker", ["inline", "thread", "process"])
+@pytest.mark.parametrize("what", ["no text", "panic", "circle", "long", "huge", "complex", "nan"])
+async def test_one_odd_environment_ends_its_own_episode_only(what: str, worker: str) -> None:
+    async def play(env: LeasedEnv, task: Task) -> None:
+        await env.step(what)
+
+    pool = gymllm.EnvPool(Odd, 1, worker=worker, step_timeout_s=20)
+    with anyio.fail_after(15):
+        async with pool.stream(tasks(2), play, retries=0) as ended:
+            errors = [played.error async for played in ended]
+    await pool.aclose()
+    assert len(errors) == 2
+    # What has no text can't be pickled here either, so it does not leave its process.
+    typed = ("huge", "complex") if worker == "process" else ("huge", "complex", "nan")
+    expected = EnvTypeError if what in typed else EnvCrashedError
+    for error in errors:
+        assert isinstance(error, expected)
+        assert len(str(error)) < 10_000
+
+
+@pytest.mark.anyio
+async def test_options_of_processes_are_refused_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="for worker='process'; this pool's is 'inline'"):
+        gymllm.EnvPool(Walk, 1, envs_per_process=2)
+    with pytest.raises(ConfigError, match="memory_limit_bytes must be >= 1 or None, got -5"):
+        gymllm.EnvPool(Walk, 1, worker="process", memory_limit_bytes=-5)
+
+
+@pytest.mark.parametrize("worker", ["inline", "thread", "process"])
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_pool_goes_on_where_its_loop_is_closed_and_another_runs(
+    worker: str, backend: str
+) -> None:
+    pool = gymllm.EnvPool(Walk, 1, worker=worker)
+
+    async def play() -> str:
+        with anyio.fail_after(10):
+            async with pool.lease() as env:
+                return (await env.reset(seed=3))[0]
+
+    assert anyio.run(play, backend=backend) == anyio.run(play, backend=backend)
+    anyio.run(pool.aclose, backend=backend)
+
+
+def test_an_id_that_this_program_registered_is_known_in_its_processes() -> None:
+    gymnasium.register("here/Walk-v0", Walk)
+    try:
+        pool = gymllm.EnvPool("here/Walk-v0", 1, worker="process")
+        assert pool.reset(seed=3)[0] == gymllm.EnvPool(Walk, 1).reset(seed=3)[0]
+        pool.close()
+    finally:
+        del gymnasium.registry["here/Walk-v0"]
