@@ -47,7 +47,7 @@ NOT_APPLICABLE = {
     "metadata_sync|equivalence_with_wrapper|^[itp].*vec_(wrappers|with_spec_add)": INSIDE,
     "^thread.*(CarRacing.*-3-|render_async)": "pygame goes wrong in any threads, the pool's or not",
     "^gymllm.*(reward_accumulation|clip_reward_wr|loop_real_env)": "acts with integers, not texts",
-    "^gymllm.*(skip_obs|trip_keeps|resize.*invalid|aware.*def|RescaleO|box_obs)": "is for numbers",
+    "^gymllm.*(skip_obs|trip_keeps|resize.*invalid|aware.*def|RescaleO|box_obs|::test_padding_type)": "is for numbers",
     "^gymllm(.*_screen_size|/A.*stack_size.[234]|/[AG].*(video_length|with_rgb))": PAST_END,
     "^gymllm.*stack_size_failures": "its bad padding, 'unknown', is a good text",
     "^gymllm.*(make.py::test_order_enf|full_integration|env_spec_pprint|no_arguments|with_render)": CARTPOLE,
