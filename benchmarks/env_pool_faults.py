@@ -18,7 +18,7 @@ from playing import Reset, Step, Trivial, all_at_once, episode
 from gymllm.pool import EnvPool
 from gymllm.timeline import Timeline
 
-STEP_S, HANG_LIMIT_S = 0.02, 0.5
+STEP_S, HANG_LIMIT_S, SPARES = 0.02, 0.5, 16
 
 
 class Faulty(Trivial):
@@ -67,14 +67,16 @@ def run_with_faults(worker: str, slots: int, count: int, faults: dict[int, str])
 async def _play(
     worker: str, slots: int, count: int, faults: dict[int, str]
 ) -> tuple[Counter[str], float]:
-    pool, timeline = EnvPool(Faulty, slots, worker=worker, step_timeout_s=HANG_LIMIT_S), Timeline()
-    played = await all_at_once(
-        [
-            functools.partial(episode, pool, timeline, i, faults.get(i % 100, ""))
-            for i in range(count)
-        ]
-    )
-    await pool.aclose()
+    spares = SPARES if worker == "process" else 0
+    pool = EnvPool(Faulty, slots, worker=worker, step_timeout_s=HANG_LIMIT_S, spares=spares)
+    timeline = Timeline()
+    async with pool:
+        played = await all_at_once(
+            [
+                functools.partial(episode, pool, timeline, i, faults.get(i % 100, ""))
+                for i in range(count)
+            ]
+        )
     endings = Counter(t.reason.split(":", 1)[0] or str(t.ending) for t in played)
     taken = sum(t.ended_ns - t.started_ns for t in played) / 1e9
     limits = endings["EnvTimeoutError"] * HANG_LIMIT_S
