@@ -12,7 +12,7 @@ import gymnasium
 
 from gymllm.agent import AgentFactory
 from gymllm.errors import ConfigError, EnvError, GymLLMError
-from gymllm.pool import EnvPool
+from gymllm.pool import EnvPool, execution_of
 from gymllm.registration import check_id, make
 from gymllm_agents import (
     ConversationAgent,
@@ -93,10 +93,20 @@ async def open_pool(env: EnvSettings, num_envs: int) -> AsyncGenerator[EnvPool]:
 def _pool(env: EnvSettings, num_envs: int) -> EnvPool:
     check_id(env.id)
     make_env = functools.partial(make, env.id, **env.kwargs)
+    worker = execution_of(make_env) if env.worker == "auto" else env.worker
+    for name, used in (
+        ("memory_limit_mb", env.memory_limit_mb > 0),
+        ("envs_per_process", env.envs_per_process > 1),
+    ):
+        if used and worker != "process":
+            raise ConfigError(
+                f"env.{name} is for environments in processes, but {env.id} runs {worker}. "
+                "Set env.worker to process, or leave it out."
+            )
     pool = EnvPool(
         make_env,
         num_envs,
-        worker=None if env.worker == "auto" else env.worker,
+        worker=worker,
         start_timeout_s=env.start_timeout_s,
         reset_timeout_s=env.reset_timeout_s,
         step_timeout_s=env.step_timeout_s,
@@ -105,16 +115,7 @@ def _pool(env: EnvSettings, num_envs: int) -> EnvPool:
         memory_limit_bytes=env.memory_limit_mb * 2**20 or None,
         env_id=env.id,
     )
-    if pool.worker != "process":
-        for name, used in (
-            ("memory_limit_mb", env.memory_limit_mb > 0),
-            ("envs_per_process", env.envs_per_process > 1),
-        ):
-            if used:
-                raise ConfigError(
-                    f"env.{name} is for environments in processes, but {env.id} runs {pool.worker}. "
-                    "Set env.worker to process, or leave it out."
-                )
+    if worker != "process":
         _try_here(env.id, make_env)
     return pool
 
