@@ -235,6 +235,7 @@ def test_without_pillow_the_install_is_named(monkeypatch: pytest.MonkeyPatch) ->
         draw("a")
 
 
+@pytest.mark.filterwarnings("ignore:Setting the shape on a NumPy array")  # moviepy does
 def test_gymnasium_records_a_video_and_statistics(tmp_path: Path) -> None:
     moviepy = pytest.importorskip("moviepy")
     folder = tmp_path / "videos"
@@ -261,6 +262,7 @@ def test_gymnasium_records_statistics_without_rendering() -> None:
     assert (info["episode"]["r"], info["episode"]["l"]) == (3.0, 3)
 
 
+@pytest.mark.filterwarnings("ignore:Setting the shape on a NumPy array")  # moviepy does
 def test_a_registered_environment_is_recorded_as_it_is_played(tmp_path: Path) -> None:
     moviepy = pytest.importorskip("moviepy")
     made = gymnasium.make("gymllm/FrozenLake-v0", render_mode="rgb_array", max_turns=2)
