@@ -223,6 +223,22 @@ async def test_a_process_that_dies_while_it_is_idle_is_replaced(tmp_path: Path) 
     assert descriptors() == before
 
 
+async def test_a_nursery_that_dies_is_replaced_and_leaves_nothing(tmp_path: Path) -> None:
+    before = children(), descriptors()
+    async with pool_of(tmp_path) as (pool, _):
+        async with pool.lease() as env:
+            await env.reset()
+            (nursery,) = children() - before[0]
+            os.kill(int(nursery), signal.SIGKILL)
+            with pytest.raises(EnvCrashedError):
+                await env.step("sleep")
+            assert (await env.reset(seed=2))[0] == "seed 2"
+        await pool.aclose()
+    with anyio.fail_after(5):
+        while (children(), descriptors()) != before:  # noqa: ASYNC110 - a thread takes note of its end
+            await anyio.sleep(0.001)
+
+
 async def test_a_forked_child_that_comes_back_answers_nothing(tmp_path: Path) -> None:
     class Forking(Misbehaving):
         def fork(self) -> Any:
