@@ -429,7 +429,10 @@ class EnvProcesses:
                 process.release()
         self._open = [process for process in self._open if process.free]
         if not self._open:
-            if self._nursery is None or self._nursery.is_down:
+            if self._nursery is not None and self._nursery.is_down:
+                self._nursery.release()
+                self._nursery = None
+            if self._nursery is None:
                 self._nursery = NurseryHandle(self.made)
             self._started += 1
             limit = self._memory_limit_bytes
