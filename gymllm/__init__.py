@@ -33,6 +33,8 @@ from gymllm.engine import SamplingParams as SamplingParams
 from gymllm.env import Env as Env
 from gymllm.ledger import Segment as Segment
 from gymllm.ledger import TokenLedger as TokenLedger
+from gymllm.message import Message as Message
+from gymllm.message import ToolCall as ToolCall
 from gymllm.pool import EnvPool as EnvPool
 from gymllm.pool import LeasedEnv as LeasedEnv
 from gymllm.pool import Played as Played
@@ -45,7 +47,6 @@ from gymllm.task import TaskSource as TaskSource
 from gymllm.timeline import Timeline as Timeline
 from gymllm.trajectory import Ending as Ending
 from gymllm.trajectory import Group as Group
-from gymllm.trajectory import Message as Message
 from gymllm.trajectory import Trajectory as Trajectory
 from gymllm.trajectory import Turn as Turn
 from gymllm.workers import PoolStats as PoolStats
@@ -77,6 +78,7 @@ __all__ = [
     "TextAdapter",
     "Timeline",
     "TokenLedger",
+    "ToolCall",
     "Trajectory",
     "Turn",
     "Unicode",

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from gymllm.engine import Engine
 from gymllm.ledger import Segment
+from gymllm.message import Message
 from gymllm.timeline import Timeline
-from gymllm.trajectory import Message
 
 
 @dataclass(frozen=True, kw_only=True)

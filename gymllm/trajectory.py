@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gymllm.ledger import Segment
+from gymllm.message import Message
 from gymllm.task import Task
 
 
@@ -15,16 +16,6 @@ class Ending(StrEnum):
     TERMINATED = "terminated"  # the environment said so
     TRUNCATED = "truncated"  # a limit was reached; `Trajectory.reason` says which
     FAILED = "failed"  # something broke; `Trajectory.reason` says what. Never trained on
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """One message of a conversation, as a person or a chat template reads it."""
-
-    role: str
-    """"system", "user", "assistant" or "tool"."""
-    content: str
-    """Text; the model's own is decoded for reading only, never encoded again."""
 
 
 @dataclass(frozen=True, kw_only=True)

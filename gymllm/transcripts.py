@@ -18,11 +18,15 @@ from typing import Any, cast
 
 import numpy as np
 
+from gymllm import spaces
 from gymllm.errors import ConfigError
 from gymllm.ledger import Segment
+from gymllm.message import Message, ToolCall
 from gymllm.task import Task
-from gymllm.trajectory import Ending, Message, Trajectory, Turn
+from gymllm.trajectory import Ending, Trajectory, Turn
 
+_MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_call_id", "name", "raw")
+_CHAT = spaces.Message(images=True)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
 
@@ -50,7 +54,7 @@ def to_json(trajectory: Trajectory, **extra: int | float | str) -> str:
         "started_ns": trajectory.started_ns,
         "ended_ns": trajectory.ended_ns,
         "metrics": {name: _number(value) for name, value in trajectory.metrics.items()},
-        "messages": [asdict(message) for message in trajectory.messages],
+        "messages": [_message_to_json(message) for message in trajectory.messages],
         "turns": [{**asdict(turn), "reward": _number(turn.reward)} for turn in trajectory.turns],
         "segments": [
             {
@@ -88,7 +92,7 @@ def from_json(line: str) -> Trajectory:
             started_ns=record["started_ns"],
             ended_ns=record["ended_ns"],
             metrics={name: _float(value) for name, value in record["metrics"].items()},
-            messages=tuple(Message(**message) for message in record["messages"]),
+            messages=tuple(_message_from_json(message) for message in record["messages"]),
             turns=tuple(_turn(turn) for turn in record["turns"]),
             segments=tuple(
                 Segment(
@@ -178,7 +182,7 @@ def _episode(trajectory: Trajectory) -> str:
     tone = "bad" if failed else "good" if trajectory.reward > 0 else "none"
     messages = "".join(
         f'<div class="message {_escaped(message.role, quote=True)}">'
-        f"<b>{_escaped(message.role)}</b><pre>{_escaped(message.content)}</pre></div>"
+        f"<b>{_escaped(message.role)}</b><pre>{_escaped(message.said)}</pre></div>"
         for message in trajectory.messages
     )
     rows = "".join(
@@ -208,6 +212,31 @@ def _ending(trajectory: Trajectory) -> str:
     reason = trajectory.reason.partition("\n")[0]
     shown = reason if len(reason) <= 80 else reason[:77] + "..."
     return f"{trajectory.ending.value}: {shown}" if shown else trajectory.ending.value
+
+
+def _message_to_json(message: Message) -> dict[str, object]:
+    """What is in a message, fields that are empty left out."""
+    record = {
+        name: value
+        for name in _MESSAGE_FIELDS
+        if (value := getattr(message, name)) or name == "content"
+    }
+    if message.parts:
+        record["parts"] = _CHAT.to_jsonable([spaces.message(message.role, *message.parts)])[0][
+            "content"
+        ]
+    if message.tool_calls:
+        record["tool_calls"] = [asdict(call) for call in message.tool_calls]
+    return record
+
+
+def _message_from_json(record: dict[str, Any]) -> Message:
+    held = _CHAT.from_jsonable([{"role": record["role"], "content": record.get("parts", ())}])
+    record["parts"] = tuple(
+        part["text"] if part["type"] == "text" else part["image"] for part in held[0]["content"]
+    )
+    record["tool_calls"] = tuple(ToolCall(**call) for call in record.get("tool_calls", ()))
+    return Message(**record)
 
 
 def _turn(record: dict[str, Any]) -> Turn:

@@ -20,7 +20,6 @@ from gymllm_agents.tool_agent import ToolConfig as ToolConfig
 from gymllm_agents.tool_calls import HermesParser as HermesParser
 from gymllm_agents.tool_calls import ParsedReply as ParsedReply
 from gymllm_agents.tool_calls import PlainParser as PlainParser
-from gymllm_agents.tool_calls import ToolCall as ToolCall
 from gymllm_agents.tool_calls import ToolCallParser as ToolCallParser
 from gymllm_agents.tool_calls import UnreadableCall as UnreadableCall
 from gymllm_agents.tools import Tool as Tool
@@ -41,7 +40,6 @@ __all__ = [
     "Tokenizer",
     "Tool",
     "ToolAgent",
-    "ToolCall",
     "ToolCallParser",
     "ToolConfig",
     "ToolError",

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from gymllm.trajectory import Message
+from gymllm.message import Message
 from gymllm_agents.chat_template import ToolSchema
 from gymllm_agents.tokenizer import Tokenizer
 

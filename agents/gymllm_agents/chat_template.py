@@ -18,7 +18,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gymllm.errors import ModelError
-from gymllm.trajectory import Message
+from gymllm.message import Message
 
 ToolSchema = Mapping[str, object]
 """A tool as templates list it: "type" is "function"; "function" has name, description, parameters."""

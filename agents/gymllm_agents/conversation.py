@@ -14,8 +14,8 @@ from gymllm.agent import Action, AgentFactory, EpisodeContext
 from gymllm.engine import GenerateRequest, SamplingParams
 from gymllm.errors import ConfigError, LedgerError, ModelError
 from gymllm.ledger import Segment, TokenLedger
+from gymllm.message import Message
 from gymllm.task import derive_seed
-from gymllm.trajectory import Message
 from gymllm_agents.chat_format import ChatFormat
 from gymllm_agents.tokenizer import Tokenizer
 
@@ -156,7 +156,7 @@ class Conversation:
         ids = [int(i) for i in generation.token_ids]
         shown = ids[:-1] if ids[-1] in self._chat.stop_token_ids else ids
         said = self._chat.tokenizer.decode(shown, skip_special=False)
-        self._messages.append(Message(role="assistant", content=said))
+        self._messages.append(Message(role="assistant", content=said, raw=said))
         self._thoughts |= "</think>" in said
         self._replies += 1
         return Reply(

@@ -12,11 +12,11 @@ import anyio.lowlevel
 from gymllm.agent import Action, AgentFactory, EpisodeContext
 from gymllm.errors import ConfigError
 from gymllm.ledger import Segment
-from gymllm.trajectory import Message
+from gymllm.message import Message, ToolCall
 from gymllm_agents.chat_format import ChatFormat
 from gymllm_agents.conversation import Conversation, ConversationConfig, refuse_rewrites
 from gymllm_agents.tokenizer import Tokenizer
-from gymllm_agents.tool_calls import HermesParser, ToolCall, ToolCallParser, UnreadableCall
+from gymllm_agents.tool_calls import HermesParser, ToolCallParser, UnreadableCall
 from gymllm_agents.tools import Tool, ToolResult
 
 

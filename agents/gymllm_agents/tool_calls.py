@@ -11,15 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol, cast, final
 
 from gymllm.errors import ConfigError
+from gymllm.message import ToolCall
 from gymllm_agents.chat_template import ToolSchema
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """A call that could be read."""
-
-    name: str
-    arguments: Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)

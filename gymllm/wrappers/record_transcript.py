@@ -9,9 +9,10 @@ from typing import Any, SupportsFloat, TypeVar
 import gymnasium
 from gymnasium.utils import RecordConstructorArgs
 
+from gymllm.message import Message
 from gymllm.spaces import TextOrMessage
 from gymllm.task import Task
-from gymllm.trajectory import Ending, Message, Trajectory, Turn
+from gymllm.trajectory import Ending, Trajectory, Turn
 from gymllm.transcripts import append_jsonl, read_jsonl, write_html
 
 Obs = TypeVar("Obs", bound=TextOrMessage)

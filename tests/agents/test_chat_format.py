@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gymllm.trajectory import Message
+from gymllm.message import Message
 from gymllm_agents import ChatFormat
 
 BARE = """

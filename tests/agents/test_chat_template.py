@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gymllm.errors import ModelError
-from gymllm.trajectory import Message
+from gymllm.message import Message
 from gymllm_agents import ChatTemplate
 from gymllm_agents.chatml import CHATML_TEMPLATE
 

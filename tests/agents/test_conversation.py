@@ -7,8 +7,8 @@ import pytest
 
 from gymllm.errors import ConfigError, EngineError, LedgerError, ModelError
 from gymllm.ledger import NO_VERSION
+from gymllm.message import Message
 from gymllm.timeline import Timeline
-from gymllm.trajectory import Message
 from gymllm_agents import ChatFormat, ConversationAgent, ConversationConfig
 
 OBSERVATIONS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gymllm.errors import ConfigError, ModelError
-from gymllm.trajectory import Message
+from gymllm.message import Message
 from gymllm_agents import PlainParser, Tool, ToolAgent, ToolConfig, calculator
 
 ROOMY = ToolConfig(max_new_tokens=200)  # the little vocabulary spells calls out

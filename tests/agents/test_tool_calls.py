@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gymllm import ToolCall
 from gymllm.errors import ConfigError
 from gymllm_agents import (
     HermesParser,
     ParsedReply,
     PlainParser,
     Tool,
-    ToolCall,
     UnreadableCall,
     calculator,
 )

@@ -16,10 +16,11 @@ from gymllm.env import Env
 from gymllm.episode import EpisodeLimits, run_episode
 from gymllm.errors import ConfigError, EngineError
 from gymllm.ledger import Segment
+from gymllm.message import Message
 from gymllm.pool import EnvPool
 from gymllm.task import Task
 from gymllm.timeline import Timeline
-from gymllm.trajectory import Ending, Message, Trajectory
+from gymllm.trajectory import Ending, Trajectory
 from gymllm_agents import ConversationAgent, ConversationConfig, train_tokenizer
 
 TOKENIZER = train_tokenizer([], vocab_size=259)

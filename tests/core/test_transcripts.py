@@ -12,8 +12,9 @@ import pytest
 
 from gymllm.errors import ConfigError
 from gymllm.ledger import Segment
+from gymllm.message import Message
 from gymllm.task import Task
-from gymllm.trajectory import Ending, Message, Trajectory, Turn
+from gymllm.trajectory import Ending, Trajectory, Turn
 from gymllm.transcripts import append_jsonl, from_json, read_jsonl, to_json, write_html, write_jsonl
 
 NASTY = '</pre><script>alert("1")</script>&amp; \u2028 <|im_end|> é\x00 {title} \'"'
