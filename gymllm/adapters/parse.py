@@ -10,18 +10,20 @@ text, in which one action may be named and no other.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 from gymnasium import spaces
 
-from gymllm.adapters.describe import parts_of, rounded
+from gymllm.adapters.describe import parts_of
 from gymllm.adapters.registry import AnySpace
 from gymllm.errors import ConfigError, UnknownNameError
-from gymllm.spaces import is_text
+from gymllm.spaces import Unicode, is_text
 
 Parse = Callable[[str], Any]
 """Text to action; raises `ValueError`, whose message the agent is shown, if it can't be read."""
@@ -34,9 +36,13 @@ RULES = ("marked", "last")
 LONGEST_JSON = 20_000
 """Characters at the end of a text in which a JSON action is looked for."""
 LONGEST_QUOTED = 40
+MOST_BOUNDS = 8
+"""A `Box` of at most so many numbers has the bounds of each written out."""
+_WHOLE = "The action"
 
 _TAG = re.compile(r"<(/?)action>", re.IGNORECASE)
 _BRACE = re.compile(r"\\boxed\s*\{|[{}]")
+_BLANKS = re.compile(r"[^\S\r\n]+")
 _INTEGER = re.compile(r"(?<![\w.])[+-]?\d{1,18}(?![\w]|\.\d)")
 
 
@@ -61,8 +67,8 @@ def parser_for(
 ) -> Parse:
     """The default parser of an action space.
 
-    - `Discrete` with names: a name that stands in what is read as a whole word, upper or lower case.
-      Where names overlap ("up", "up left"), the longest counts.
+    - `Discrete` with names: a name that stands in what is read as a whole word, upper or lower case,
+      with any blanks where it has one. Where names overlap ("up", "up left"), the longest counts.
     - `Discrete` without names: a whole number that is one of the actions.
     - texts: the text as it is.
     - every other space: the last JSON value in what is read that is a list (or an object for `Dict`, a
@@ -82,7 +88,7 @@ def parser_for(
     if names is not None:
         return _name_parser(space, names, rule)
     if is_text(space):
-        return lambda text: _checked(space, text)
+        return lambda text: _from_json(space, text)
     if isinstance(space, spaces.Discrete):
         return lambda text: _parse_integer(space, text, rule)
     _check_writable(space)
@@ -134,24 +140,42 @@ def json_form(space: AnySpace) -> str:
     if isinstance(space, spaces.MultiBinary):
         return f"a list of 0 and 1 of shape {list(space.shape)}"
     if isinstance(space, spaces.Box):
+        whole = "whole " if np.dtype(space.dtype).kind in "iu" else ""
         if space.shape == (1,):
-            low, high = rounded(float(space.low[0])), rounded(float(space.high[0]))
-            return f"[a number from {low} to {high}]"
-        low, high = (rounded(bound.tolist()) for bound in (space.low, space.high))
-        kind = (
-            "a number" if space.shape == () else f"a list of numbers of shape {list(space.shape)}"
-        )
-        if int(np.prod(space.shape)) > 8:
-            low, high = rounded(float(space.low.min())), rounded(float(space.high.max()))
-        return f"{kind} from {low} to {high}"
-    return "a text"
+            return f"[a {whole}number{_range(*_bounds(space, 0))}]"
+        if space.shape == ():
+            return f"a {whole}number{_range(*_bounds(space))}"
+        return f"a list of {whole}numbers of shape {list(space.shape)}{_range(*_bounds(space))}"
+    longest = cast("Unicode | spaces.Text", space).max_length
+    return f"a text of at most {longest} characters" if longest < LONGEST_JSON else "a text"
+
+
+def _bounds(space: spaces.Box, index: int | None = None) -> tuple[Any, Any]:
+    """The lowest and highest numbers, in as few digits as mean just them; of many, those of all."""
+    low, high = space.low, space.high
+    if index is not None:
+        low, high = low[index], high[index]
+    elif low.size > MOST_BOUNDS or not (np.isfinite(low).any() or np.isfinite(high).any()):
+        low, high = low.min(), high.max()
+    return _shortest(low), _shortest(high)
+
+
+def _shortest(numbers: npt.NDArray[Any]) -> Any:
+    # Rounded further they might lie outside, and an action that is written as they are be refused.
+    if numbers.shape:
+        return [_shortest(part) for part in numbers]
+    return float(str(numbers)) if numbers.dtype.kind == "f" else int(numbers)
+
+
+def _range(low: Any, high: Any) -> str:
+    return "" if (low, high) == (-math.inf, math.inf) else f" from {low} to {high}"
 
 
 def _name_parser(space: AnySpace, names: Sequence[str], rule: AnswerRule) -> Parse:
     if not isinstance(space, spaces.Discrete):
         raise ConfigError(f"action_names need a Discrete action space, got {space}.")
-    actions = {name.casefold(): int(space.start) + i for i, name in enumerate(names)}
-    if len(names) != space.n or len(actions) != space.n or not all(n.strip() for n in names):
+    actions = {_plain(name): int(space.start) + i for i, name in enumerate(names)}
+    if len(names) != space.n or len(actions) != space.n or "" in actions:
         raise ConfigError(
             f"action_names must be {space.n} different names, one for each action, got {list(names)}."
         )
@@ -160,7 +184,7 @@ def _name_parser(space: AnySpace, names: Sequence[str], rule: AnswerRule) -> Par
 
     def parse(text: str) -> int:
         read = _read(text, rule)
-        found = pattern.findall(read.casefold())
+        found = pattern.findall(_plain(read))
         if not found:
             raise ValueError(_nothing("action", text, rule))
         if rule == "marked":
@@ -168,6 +192,11 @@ def _name_parser(space: AnySpace, names: Sequence[str], rule: AnswerRule) -> Par
         return actions[found[-1]]
 
     return parse
+
+
+def _plain(text: str) -> str:
+    """In one case, with one blank where there are several on a line."""
+    return _BLANKS.sub(" ", text.casefold().strip())
 
 
 def _parse_integer(space: spaces.Discrete[Any], text: str, rule: AnswerRule) -> int:
@@ -185,9 +214,9 @@ def _parse_integer(space: spaces.Discrete[Any], text: str, rule: AnswerRule) -> 
 def _parse_json(space: AnySpace, text: str, rule: AnswerRule) -> Any:
     marked = marked_action(text) if rule == "marked" else None
     if marked is None:
-        return _checked(space, _from_json(space, _last_json(space, text)))
+        return _from_json(space, _last_json(space, text))
     is_number = isinstance(space, spaces.Box) and int(np.prod(space.shape)) == 1
-    return _checked(space, _from_json(space, _last_json(space, marked, or_number=is_number)))
+    return _from_json(space, _last_json(space, marked, or_number=is_number))
 
 
 def _read(text: str, rule: AnswerRule) -> str:
@@ -199,21 +228,14 @@ def _nothing(what: str, text: str, rule: AnswerRule) -> str:
     marked = marked_action(text) if rule == "marked" else None
     if not marked:
         return f"No {what} was found in the answer."
-    shown = marked if len(marked) <= LONGEST_QUOTED else f"{marked[:LONGEST_QUOTED]}..."
-    return f"{shown!r} is not one of the actions."
+    return f"{_short(marked)!r} is not one of the actions."
 
 
 def _check_unique(found: Sequence[object]) -> None:
     different = list(dict.fromkeys(found))
     if len(different) > 1:
         shown = ", ".join(map(str, different[:8])) + (", ..." if len(different) > 8 else "")
-        raise ValueError(f"The answer has several actions ({shown}) and must mark one.")
-
-
-def _checked(space: AnySpace, action: Any) -> Any:
-    if not space.contains(action):
-        raise ValueError(f"The action does not lie in {space}.")
-    return action
+        raise ValueError(f"The answer has several actions ({shown}) and must mark one alone.")
 
 
 def _last_json(space: AnySpace, text: str, *, or_number: bool = False) -> Any:
@@ -245,44 +267,96 @@ def _last_json(space: AnySpace, text: str, *, or_number: bool = False) -> Any:
     return found[-1]
 
 
-def _from_json(space: AnySpace, value: Any) -> Any:
+def _from_json(space: AnySpace, value: Any, place: str = "") -> Any:
+    """The action that a JSON value is.
+
+    Args:
+        space: Where it must lie.
+        value: What was read.
+        place: Which part of the action it is; the message names that part alone.
+    """
     if isinstance(space, spaces.Dict):
         fields = space.spaces
-        if not isinstance(value, dict) or set(cast("dict[str, Any]", value)) != set(fields):
-            raise ValueError(f"The keys must be {', '.join(fields)}.")
-        return {key: _from_json(part, value[key]) for key, part in fields.items()}
+        if not isinstance(value, dict):
+            raise _wrong(space, value, place)
+        given = cast("dict[str, Any]", value)
+        places = {key: f'{place and f"{place}."}"{key}"' for key in (*fields, *given)}
+        for key, part in fields.items():
+            if key not in given:
+                raise ValueError(f"{places[key]} is missing; it must be {json_form(part)}.")
+        for key in given:
+            if key not in fields:
+                raise ValueError(f"There is no {_short(places[key])}; keys: {', '.join(fields)}.")
+        return {key: _from_json(part, given[key], places[key]) for key, part in fields.items()}
     if isinstance(space, spaces.Tuple):
-        parts = space.spaces
-        if not isinstance(value, list) or len(cast("list[Any]", value)) != len(parts):
-            raise ValueError(f"The list must have {len(parts)} parts.")
         values = cast("list[Any]", value)
-        return tuple(_from_json(part, v) for part, v in zip(parts, values, strict=True))
+        if not isinstance(value, list) or len(values) != len(space.spaces):
+            raise _wrong(space, value, place)
+        return tuple(
+            _from_json(part, each, f"{place or _WHOLE}[{i}]")
+            for i, (part, each) in enumerate(zip(space.spaces, values, strict=True))
+        )
     if is_text(space):
-        return value
-    if isinstance(space, spaces.Discrete):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{value!r} is not a whole number.")
-        return value
-    return _array_from_json(space, value)
+        action = value if isinstance(value, str) else None
+    elif isinstance(space, spaces.Discrete):
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        # `contains` would make it an int64 first
+        action = value if is_whole and space.start <= value < space.start + space.n else None
+    else:
+        action = _array_from_json(space, value)
+    if action is None or not space.contains(action):
+        raise _wrong(space, value, place)
+    return action
 
 
-def _array_from_json(space: AnySpace, value: Any) -> Any:
-    try:
-        array = np.asarray(value)
-    except (ValueError, OverflowError):  # ragged lists
-        array = np.asarray(None)
-    if array.dtype.kind not in "iuf":
-        raise ValueError("The list must hold numbers only, in rows of equal length.")
+def _array_from_json(space: AnySpace, value: Any) -> npt.NDArray[Any] | None:
+    """The numbers as the space has them; None where they are none, or it can't hold them."""
+    if not _is_numbers(value):
+        return None
     dtype = np.dtype(space.dtype)
-    if array.dtype.kind == "f" and dtype.kind != "f":
-        raise ValueError("The list must hold whole numbers only.")
-    if dtype.kind in "iu" and array.size:
+    try:
+        array = np.asarray(value, np.float64 if dtype.kind == "f" else None)
+    # Ragged or very deep lists; whole numbers that are too long.
+    except (ValueError, OverflowError):
+        return None
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            array = array.astype(dtype)
+        if not np.isfinite(array).all():  # also what JSON does not have, but Python reads
+            return None
+    elif array.size:
+        if array.dtype.kind not in "iu":
+            return None
         range_ = np.iinfo(dtype.name)
         if array.min() < range_.min or array.max() > range_.max:
-            raise ValueError(f"The action does not lie in {space}.")
+            return None
     if array.shape == () and space.shape == (1,):  # one marked number
         array = array.reshape(1)
     return array.astype(dtype)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether it is a number, or a list of them and of such lists, and none is a truth value."""
+    open_lists = [[value]]  # not by recursion: they may be thousands deep
+    while open_lists:
+        for each in open_lists.pop():
+            if isinstance(each, list):
+                open_lists.append(cast("list[Any]", each))
+            elif isinstance(each, bool) or not isinstance(each, int | float):
+                return False
+    return True
+
+
+def _wrong(space: AnySpace, value: Any, place: str) -> ValueError:
+    try:
+        shown = _short(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        shown = "lists in lists"
+    return ValueError(f"{place or _WHOLE} must be {json_form(space)}, got {shown}.")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_QUOTED else f"{text[:LONGEST_QUOTED]}..."
 
 
 def _check_writable(space: AnySpace) -> None:

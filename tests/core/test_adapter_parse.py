@@ -1,5 +1,6 @@
 """A text as an action: what is marked, else one name, else JSON; and nothing that breaks it."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ def test_marked_or_only_name_counts(text: str, action: int) -> None:
     [
         ("I could go left, but I go right.", r"several actions \(left, right\)"),
         ("<action>left or up</action>", r"several actions \(left, up\)"),
+        ("<action>up  left</action>", r"several actions \(up, left\)"),
         ("<action>jump</action> left", "'jump' is not one of the actions"),
         (r"left \boxed{jump}", "'jump' is not one of the actions"),
         ("<action></action> left", "No action was found"),
@@ -106,7 +108,29 @@ def test_longest_of_overlapping_names_counts_and_start_is_added() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("a",), ("a", "b", "c", "d", "e"), ("a", "A", "b", "c"), ("a", " ", "b", "c")]
+    ("text", "action"),
+    [
+        ("up left", 1),
+        ("<action>up  left</action>", 1),
+        ("Up\t LEFT", 1),
+        ("go down  by one!", 2),
+        ("up\nand on", 0),
+        ("up, left", 0),
+    ],
+)
+def test_a_blank_of_a_name_may_be_several_on_a_line(text: str, action: int) -> None:
+    assert parser_for(spaces.Discrete(3), names=("up", "up left", " down  by one"))(text) == action
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a",),
+        ("a", "b", "c", "d", "e"),
+        ("a", "A", "b", "c"),
+        ("a", " ", "b", "c"),
+        ("a b", "a  b", "b", "c"),
+    ],
 )
 def test_names_that_do_not_fit_are_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="4 different names"):
@@ -205,6 +229,72 @@ def test_json_actions(space: spaces.Space[Any], text: str, action: Any) -> None:
 def test_unreadable_actions_say_why(space: spaces.Space[Any], text: str) -> None:
     with pytest.raises(ValueError, match=r"\.$"):
         parser_for(space)(text)
+
+
+ARM = spaces.Dict(
+    speed=BOX, arm=spaces.Dict(side=spaces.Discrete(2), at=spaces.Tuple((BOX, spaces.Text(3))))
+)
+AT = "[a list of numbers of shape [2] from [-1.0, -1.0] to [1.0, 1.0], a text of at most 3 characters]"
+
+
+@pytest.mark.parametrize(
+    ("space", "text", "why"),
+    [
+        (spaces.MultiDiscrete([3, 2]), "[true, 1]", "got [true, 1]"),
+        (spaces.MultiBinary(2), "[1, false]", "of 0 and 1 of shape [2], got [1, false]"),
+        (BOX, "[0.5, true]", "got [0.5, true]"),
+        (BOX, "[0.5, 2]", "of numbers of shape [2] from [-1.0, -1.0] to [1.0, 1.0], got [0.5, 2]"),
+        (BOX, f"[{10**30}, 0]", f"to [1.0, 1.0], got [{10**30}, 0]"),
+        (BOX, f"[{10**400}, 0]", f"got [{10**38}..."),
+        (spaces.Box(-np.inf, np.inf, (2,)), "[1e39, 0]", "of shape [2], got [1e+39, 0]"),
+        (spaces.Box(-np.inf, np.inf, (2,)), "[Infinity, 0]", "of shape [2], got [Infinity, 0]"),
+        (spaces.Box(0, 9, (2,), np.int8), "[300, 2]", "from [0, 0] to [9, 9], got [300, 2]"),
+        (spaces.Box(0, 9, (2,), np.int8), "[0.5, 2]", "a list of whole numbers of shape [2]"),
+        (spaces.Box(0, 9, (2,), np.uint64), f"[{2**64}, 2]", f"got [{2**64}, 2]"),
+        (BOX, "[" * 500 + "]" * 500, f"got {'[' * 40}..."),
+        (spaces.Tuple((spaces.Discrete(2), BOX)), "[2, [0, 0]]", "The action[0] must be a whole"),
+        (gymllm.Unicode(3), "much", 'a text of at most 3 characters, got "much"'),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_is_expected(
+    space: spaces.Space[Any], text: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        parser_for(space)(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            '{"speed": [0, 7], "arm": {}}',
+            '"speed" must be a list of numbers of shape [2] from [-1.0, -1.0] to [1.0, 1.0], got [0, 7].',
+        ),
+        ('{"speed": [0, 0], "arm": []}', '"arm" must be {"side": '),
+        ('{"speed": [0, 0], "arm": {"side": 0}}', f'"arm"."at" is missing; it must be {AT}.'),
+        (
+            '{"speed": [0, 0], "arm": {"side": 0, "at": 0, "x": 1}}',
+            'There is no "arm"."x"; keys: side, at.',
+        ),
+        (
+            f'{{"speed": [0, 0], "arm": {{"at": [[0, 0], "a"], "side": {10**30}}}}}',
+            f'"arm"."side" must be a whole number from 0 to 1, got {10**30}.',
+        ),
+        (
+            '{"speed": [0, 0], "arm": {"side": 0, "at": [[0, 0], "much"]}}',
+            '"arm"."at"[1] must be a text of at most 3 characters, got "much".',
+        ),
+    ],
+)
+def test_only_the_wrong_part_of_a_dict_is_shown(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(why)}"):
+        parser_for(ARM)(text)
+
+
+def test_the_bounds_that_are_told_lie_in_the_space() -> None:
+    space = spaces.Box(-0.41887903, 0.41887903, (1,), np.float32)
+    assert "from -0.41887903 to 0.41887903]" in how_to_answer(space)
+    assert parser_for(space)("[0.41887903]") == space.high
 
 
 def test_spaces_without_a_text_form_need_a_parser() -> None:
