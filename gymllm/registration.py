@@ -19,7 +19,7 @@ import gymnasium
 from gymnasium import error
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
-from gymllm.adapters import TextAdapter, is_text_env, needed_render_mode
+from gymllm.adapters import is_text_env, needed_render_mode, textify
 from gymllm.errors import ConfigError, GymLLMError, MissingExtraError, UnknownNameError
 
 ENTRY_POINT_GROUP = "gymllm.envs"
@@ -97,8 +97,7 @@ def make(env_id: str, /, **kwargs: Any) -> gymnasium.Env[str, str]:
         ConfigError: The environment does not take these arguments, needs something that is missing,
             or raised while it was made; or its module can't be imported.
     """
-    env = make_to_describe(env_id, kwargs)
-    return env if is_text_env(env) else TextAdapter(env)
+    return textify(make_to_describe(env_id, kwargs))
 
 
 def make_to_describe(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:

@@ -21,7 +21,7 @@ from gymllm.adapters.masks import Possible, possible_actions
 from gymllm.adapters.parse import AnswerRule, Parse, how_to_answer, parser_for
 from gymllm.adapters.registry import AnyEnv, action_names_for, rules_for
 from gymllm.bridge import run_sync
-from gymllm.env import Env
+from gymllm.env import RENDER_MODES, Env
 from gymllm.errors import ConfigError
 from gymllm.spaces import ChatMessage, Image, Message, is_text, message
 
@@ -195,8 +195,14 @@ class TextAdapter(Env):
 
 
 def textify(env: AnyEnv) -> gymnasium.Env[str, str]:
-    """`env` itself if it is played in text already, else a `TextAdapter` around it."""
-    return env if is_text_env(env) else TextAdapter(env)
+    """`env` itself if it is played in text already, else a `TextAdapter` around it.
+
+    The adapter has the env's render mode, if `Env.render` has it, and renders what an agent is shown.
+    """
+    if is_text_env(env):
+        return env
+    mode = env.render_mode if env.render_mode in RENDER_MODES else None
+    return TextAdapter(env, render_mode=mode)
 
 
 def is_text_env(env: AnyEnv) -> bool:

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
+from gymnasium.wrappers import RenderCollection
 
 import gymllm
 from gymllm.adapters import TextAdapter, how_to_answer, is_text_env, textify
@@ -226,6 +227,16 @@ def test_textify_leaves_text_alone() -> None:
     text.observation_space = gymllm.Unicode()
     assert textify(text) is text
     assert isinstance(textify(echo(spaces.Discrete(2))), TextAdapter)
+
+
+def test_textify_keeps_the_render_mode() -> None:
+    env = textify(gymnasium.make("CartPole-v1", render_mode="rgb_array"))
+    frames = RenderCollection(env)  # refuses an env without a render mode
+    frames.reset(seed=0)
+    frames.step("<action>1</action>")
+    assert [frame.shape for frame in cast("Any", frames.render())] == [(480, 640, 3)] * 2
+    made = gymllm.make("CartPole-v1", render_mode="rgb_array_list")
+    assert made.render_mode is None, "the env's alone: an adapter gives no lists"
 
 
 @pytest.mark.parametrize(
