@@ -3,7 +3,7 @@
 tokenizer, chat_template    the model's own files
 chat_format                 what each turn adds, in ids
 conversation                the ledger at work, and the plain agent
-tools, tool_calls           what a model can call, and how it writes that
+tools, parsers              what a model can call, and how it writes that
 tool_agent                  the agent that runs tools inside a turn
 """
 
@@ -13,30 +13,35 @@ from gymllm_agents.conversation import Conversation as Conversation
 from gymllm_agents.conversation import ConversationAgent as ConversationAgent
 from gymllm_agents.conversation import ConversationConfig as ConversationConfig
 from gymllm_agents.conversation import Reply as Reply
+from gymllm_agents.parsers import PARSERS as PARSERS
+from gymllm_agents.parsers import HermesParser as HermesParser
+from gymllm_agents.parsers import ParsedReply as ParsedReply
+from gymllm_agents.parsers import PlainParser as PlainParser
+from gymllm_agents.parsers import Said as Said
+from gymllm_agents.parsers import ToolCallParser as ToolCallParser
+from gymllm_agents.parsers import UnreadableCall as UnreadableCall
+from gymllm_agents.parsers import make_parser as make_parser
 from gymllm_agents.tokenizer import Tokenizer as Tokenizer
 from gymllm_agents.tokenizer_training import train_tokenizer as train_tokenizer
 from gymllm_agents.tool_agent import ToolAgent as ToolAgent
 from gymllm_agents.tool_agent import ToolConfig as ToolConfig
-from gymllm_agents.tool_calls import HermesParser as HermesParser
-from gymllm_agents.tool_calls import ParsedReply as ParsedReply
-from gymllm_agents.tool_calls import PlainParser as PlainParser
-from gymllm_agents.tool_calls import ToolCallParser as ToolCallParser
-from gymllm_agents.tool_calls import UnreadableCall as UnreadableCall
 from gymllm_agents.tools import Tool as Tool
 from gymllm_agents.tools import ToolError as ToolError
 from gymllm_agents.tools import ToolResult as ToolResult
 from gymllm_agents.tools import calculator as calculator
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
     "ChatFormat",
     "ChatTemplate",
     "Conversation",
     "ConversationAgent",
     "ConversationConfig",
     "HermesParser",
+    "PARSERS",
     "ParsedReply",
     "PlainParser",
     "Reply",
+    "Said",
     "Tokenizer",
     "Tool",
     "ToolAgent",
@@ -46,5 +51,6 @@ __all__ = [
     "ToolResult",
     "UnreadableCall",
     "calculator",
+    "make_parser",
     "train_tokenizer",
 ]

@@ -15,8 +15,8 @@ from gymllm.ledger import Segment
 from gymllm.message import Message, ToolCall
 from gymllm_agents.chat_format import ChatFormat
 from gymllm_agents.conversation import Conversation, ConversationConfig, refuse_rewrites
+from gymllm_agents.parsers import HermesParser, Said, ToolCallParser, UnreadableCall
 from gymllm_agents.tokenizer import Tokenizer
-from gymllm_agents.tool_calls import HermesParser, ToolCallParser, UnreadableCall
 from gymllm_agents.tools import Tool, ToolResult
 
 
@@ -130,7 +130,7 @@ class ToolAgent:
             prompt_tokens = prompt_tokens or reply.prompt_tokens
             generated_tokens += reply.generated_tokens
             engine_s += reply.engine_s
-            asked = self._parser.parse(reply.text).calls
+            asked = self._parser.parse(Said(text=reply.text)).calls
             if reply.limit or not asked or calls >= self._max_tool_calls:
                 break
             left = self._max_tool_calls - calls

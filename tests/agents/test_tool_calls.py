@@ -11,6 +11,7 @@ from gymllm_agents import (
     HermesParser,
     ParsedReply,
     PlainParser,
+    Said,
     Tool,
     UnreadableCall,
     calculator,
@@ -21,12 +22,12 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def test_a_reply_without_calls_is_text():
-    reply = PARSER.parse(" 42 ")
+    reply = PARSER.parse(Said(text=" 42 "))
     assert (reply.text, reply.calls) == ("42", ())
 
 
 def test_calls_and_text_around_them():
-    reply = PARSER.parse(f"Let me see. {CALL}\n{CALL.replace('add', 'sub')} Done.")
+    reply = PARSER.parse(Said(text=f"Let me see. {CALL}\n{CALL.replace('add', 'sub')} Done."))
     assert reply.text == "Let me see. \n Done."
     assert reply.calls == (
         ToolCall(name="add", arguments={"a": 1}),
@@ -35,11 +36,14 @@ def test_calls_and_text_around_them():
 
 
 def test_a_call_that_lacks_only_its_end_is_read():
-    assert PARSER.parse(CALL.removesuffix("</tool_call>")).calls == PARSER.parse(CALL).calls
+    assert (
+        PARSER.parse(Said(text=CALL.removesuffix("</tool_call>"))).calls
+        == PARSER.parse(Said(text=CALL)).calls
+    )
 
 
 def test_arguments_may_be_left_out():
-    assert PARSER.parse('<tool_call>{"name": "now"}</tool_call>').calls == (
+    assert PARSER.parse(Said(text='<tool_call>{"name": "now"}</tool_call>')).calls == (
         ToolCall(name="now", arguments={}),
     )
 
@@ -59,20 +63,22 @@ def test_arguments_may_be_left_out():
     ],
 )
 def test_an_unreadable_call_says_why(inside, problem):
-    (call,) = PARSER.parse(f"<tool_call>{inside}</tool_call>").calls
+    (call,) = PARSER.parse(Said(text=f"<tool_call>{inside}</tool_call>")).calls
     assert isinstance(call, UnreadableCall)
     assert problem in call.problem
     assert len(call.problem) < 200
 
 
 def test_a_cut_call_says_that_its_end_is_missing():
-    (call,) = PARSER.parse('<tool_call>{"name": "ad').calls
+    (call,) = PARSER.parse(Said(text='<tool_call>{"name": "ad')).calls
     assert isinstance(call, UnreadableCall)
     assert "</tool_call> is missing" in call.problem
 
 
 def test_calls_keep_the_order_they_were_written_in():
-    kinds = [type(c) for c in PARSER.parse(f"{CALL}<tool_call>?</tool_call>{CALL}").calls]
+    kinds = [
+        type(c) for c in PARSER.parse(Said(text=f"{CALL}<tool_call>?</tool_call>{CALL}")).calls
+    ]
     assert kinds == [ToolCall, UnreadableCall, ToolCall]
 
 
@@ -93,7 +99,7 @@ def test_no_text_breaks_the_parser():
     ]
     for _ in range(3000):
         text = "".join(rng.choice(pieces, size=rng.integers(0, 15)))
-        for call in PARSER.parse(text).calls:
+        for call in PARSER.parse(Said(text=text)).calls:
             assert isinstance(call, ToolCall | UnreadableCall)
 
 
@@ -122,11 +128,11 @@ PLAIN = PlainParser([calculator().schema])
 )
 def test_plain_calls_are_lines_that_begin_with_a_tools_name(text, kept, arguments):
     calls = tuple(ToolCall(name="calculator", arguments={"expression": a}) for a in arguments)
-    assert PLAIN.parse(text) == ParsedReply(text=kept, calls=calls)
+    assert PLAIN.parse(Said(text=text)) == ParsedReply(text=kept, calls=calls)
 
 
 def test_a_plain_call_that_is_not_closed_says_so():
-    (call,) = PLAIN.parse("calculator(12 * 7 = 84").calls
+    (call,) = PLAIN.parse(Said(text="calculator(12 * 7 = 84")).calls
     assert isinstance(call, UnreadableCall)
     assert "must end with a closing parenthesis" in call.problem
 

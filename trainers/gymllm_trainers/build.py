@@ -16,13 +16,12 @@ from gymllm.pool import EnvPool, execution_of
 from gymllm.registration import check_id, make
 from gymllm_agents import (
     ConversationAgent,
-    HermesParser,
-    PlainParser,
     Tokenizer,
     Tool,
     ToolAgent,
     ToolConfig,
     calculator,
+    make_parser,
 )
 
 ToolName = Literal["calculator"]
@@ -175,5 +174,5 @@ def build_agents(
     if not tools:
         return ConversationAgent.factory(tokenizer, plain)
     made = [_TOOLS[name]() for name in tools]
-    parser = HermesParser() if form == "hermes" else PlainParser([tool.schema for tool in made])
+    parser = make_parser(form, [tool.schema for tool in made])
     return ToolAgent.factory(tokenizer, plain, tools=made, parser=parser)
