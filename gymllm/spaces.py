@@ -13,7 +13,7 @@ import base64
 import copy
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, NoReturn, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -309,6 +309,15 @@ def _no_message(space: Message) -> Any:  # pyright: ignore[reportUnusedFunction]
 @vector_utils.batch_differing_spaces.register(Message)
 def _batch_differing(different: Sequence[Unicode | Message]) -> spaces.Tuple[Any]:  # pyright: ignore[reportUnusedFunction]  # registered
     return spaces.Tuple(copy.deepcopy(list(different)))
+
+
+@vector_utils.create_shared_memory.register(Unicode)
+@vector_utils.create_shared_memory.register(Message)
+def _no_shared_memory(space: Unicode | Message, n: int = 1, ctx: object = None) -> NoReturn:  # pyright: ignore[reportUnusedFunction]  # registered
+    raise ConfigError(  # Gymnasium would hide its own CustomSpaceError behind another error
+        f"{space} can't be in shared memory: texts have no fixed size. Give make_vec "
+        'vectorization_kwargs={"shared_memory": False}; or no vectorization_mode, for a gymllm.EnvPool.'
+    )
 
 
 @space_utils.flatdim.register(Unicode)

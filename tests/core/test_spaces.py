@@ -18,6 +18,7 @@ from gymnasium.vector.utils import (
     batch_space,
     concatenate,
     create_empty_array,
+    create_shared_memory,
     iterate,
 )
 
@@ -118,6 +119,20 @@ def test_works_in_gymnasiums_sync_vector_env() -> None:
     observations, rewards, *_ = envs.step(("down", "right"))
     assert len(observations) == 2
     assert rewards.shape == (2,)
+    envs.close()
+
+
+def test_shared_memory_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"Message.*no fixed size"):
+        create_shared_memory(Message())
+    with pytest.raises(ConfigError, match=r'vectorization_kwargs=\{"shared_memory": False\}'):
+        gymnasium.make_vec("gymllm/FrozenLake-v0", vectorization_mode="async")
+    envs = gymnasium.make_vec(
+        "gymllm/FrozenLake-v0",
+        vectorization_mode="async",
+        vectorization_kwargs={"shared_memory": False},
+    )
+    assert envs.reset(seed=1)[0] in envs.observation_space
     envs.close()
 
 
