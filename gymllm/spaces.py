@@ -316,7 +316,7 @@ def _batch_differing(different: Sequence[Unicode | Message]) -> spaces.Tuple[Any
 def _no_shared_memory(space: Unicode | Message, n: int = 1, ctx: object = None) -> NoReturn:  # pyright: ignore[reportUnusedFunction]  # registered
     raise ConfigError(  # Gymnasium would hide its own CustomSpaceError behind another error
         f"{space} can't be in shared memory: texts have no fixed size. Give make_vec "
-        'vectorization_kwargs={"shared_memory": False}; or no vectorization_mode, for a gymllm.EnvPool.'
+        'vector_kwargs={"shared_memory": False}; or no vectorization_mode, for a gymllm.EnvPool.'
     )
 
 

@@ -125,12 +125,12 @@ def test_works_in_gymnasiums_sync_vector_env() -> None:
 def test_shared_memory_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"Message.*no fixed size"):
         create_shared_memory(Message())
-    with pytest.raises(ConfigError, match=r'vectorization_kwargs=\{"shared_memory": False\}'):
+    with pytest.raises(ConfigError, match=r'vector_kwargs=\{"shared_memory": False\}'):
         gymnasium.make_vec("gymllm/FrozenLake-v0", vectorization_mode="async")
     envs = gymnasium.make_vec(
         "gymllm/FrozenLake-v0",
         vectorization_mode="async",
-        vectorization_kwargs={"shared_memory": False},
+        vector_kwargs={"shared_memory": False},
     )
     assert envs.reset(seed=1)[0] in envs.observation_space
     envs.close()
