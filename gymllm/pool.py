@@ -20,6 +20,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import anyio
 import gymnasium
+import numpy as np
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -27,7 +28,14 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
 
 from gymllm.bridge import Finished, HomeLoop, current_host
-from gymllm.errors import ClosedError, ConfigError, EngineError, EnvError, UnknownNameError
+from gymllm.errors import (
+    ClosedError,
+    ConfigError,
+    ConfigTypeError,
+    EngineError,
+    EnvError,
+    UnknownNameError,
+)
 from gymllm.limit import Limit
 from gymllm.registration import check_id, entry_point_of, make
 from gymllm.task import Task
@@ -187,20 +195,23 @@ class EnvPool(VectorFace):
             ConfigError: A setting is wrong.
             UnknownNameError: There is no such environment or worker.
         """
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be >= 1, got {num_envs}.")
+        if not isinstance(make_env, str) and not callable(make_env):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
+            raise ConfigTypeError(
+                f'make_env must be an id such as "gymllm/FrozenLake-v0", or a function that makes one '
+                f"environment, got {make_env!r}. Of one that is made already, give what makes it, for "
+                "the pool makes its own."
+            )
+        num_envs = _whole("num_envs", num_envs, 1, ", the environments at once")
+        for name, value, least in (
+            ("max_starts", max_starts, 1),
+            ("spares", spares, 0),
+            ("envs_per_process", envs_per_process, 1),
+        ):
+            _whole(name, value, least)
         if envs_per_process > MOST_SEATS:
             raise ConfigError(f"envs_per_process must be <= {MOST_SEATS}, got {envs_per_process}.")
-        for name, least in (("max_starts", 1), ("spares", 0), ("envs_per_process", 1)):
-            value = {
-                "max_starts": max_starts,
-                "spares": spares,
-                "envs_per_process": envs_per_process,
-            }
-            if value[name] < least:
-                raise ConfigError(f"{name} must be >= {least}, got {value[name]}.")
-        if memory_limit_bytes is not None and memory_limit_bytes < 1:
-            raise ConfigError(f"memory_limit_bytes must be >= 1 or None, got {memory_limit_bytes}.")
+        if memory_limit_bytes is not None:
+            _whole("memory_limit_bytes", memory_limit_bytes, 1, " or None")
         if worker is not None and worker not in WORKERS:
             raise UnknownNameError("worker", worker, WORKERS)
         try:
@@ -215,6 +226,8 @@ class EnvPool(VectorFace):
             close_timeout_s=close_timeout_s,
         )
         for name, limit in dataclasses.asdict(limits).items():
+            if isinstance(limit, bool) or not isinstance(limit, int | float | np.number):
+                raise ConfigTypeError(f"{name} must be a number of seconds > 0, got {limit!r}.")
             if not limit > 0:
                 raise ConfigError(f"{name} must be > 0, got {limit}.")
         if isinstance(make_env, str):
@@ -499,6 +512,18 @@ class EnvPool(VectorFace):
             self._threads.add(worker)
             return worker
         return InlineWorker(make_env)
+
+
+def _whole(name: str, value: object, least: int, what: str = "") -> int:
+    """A setting that counts something, checked."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigTypeError(
+            f"{name} must be a whole number >= {least}{what}, got {value!r} of type "
+            f"{type(value).__name__}."
+        )
+    if value < least:
+        raise ConfigError(f"{name} must be >= {least}{what}, got {value}.")
+    return int(value)
 
 
 def _is_open(host: object) -> bool:

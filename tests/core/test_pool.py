@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -19,6 +19,7 @@ import gymllm
 from gymllm.errors import (
     ClosedError,
     ConfigError,
+    ConfigTypeError,
     EnvBatchError,
     EnvCrashedError,
     EnvTimeoutError,
@@ -459,7 +460,7 @@ async def test_aclose_is_bounded_and_says_what_failed(caplog: pytest.LogCaptureF
 
 @pytest.mark.asyncio
 async def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="num_envs must be >= 1, got 0"):
+    with pytest.raises(ConfigError, match="num_envs must be >= 1, the environments at once, got 0"):
         gymllm.EnvPool(LAKE, 0)
     with pytest.raises(UnknownNameError, match="Did you mean thread"):
         gymllm.EnvPool(LAKE, 1, worker="threads")
@@ -469,6 +470,32 @@ async def test_settings_are_checked() -> None:
         gymllm.EnvPool(LAKE, 1, autoreset_mode="SameStp")
     with pytest.raises(ConfigError, match="step_timeout_s must be > 0"):
         gymllm.EnvPool(LAKE, 1, step_timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_envs": "3"}, "num_envs must be a whole number >= 1.*got '3' of type str"),
+        ({"num_envs": 2.5}, r"num_envs must be a whole number.*got 2\.5 of type float"),
+        ({"num_envs": True}, "num_envs must be a whole number.*got True"),
+        ({"make_env": None}, 'make_env must be an id such as "gymllm/FrozenLake-v0".*got None'),
+        ({"make_env": gymnasium.Env()}, "give what makes it"),
+        ({"spares": "1"}, "spares must be a whole number >= 0, got '1'"),
+        ({"memory_limit_bytes": 1e9}, "memory_limit_bytes must be a whole number >= 1 or None"),
+        ({"reset_timeout_s": None}, "reset_timeout_s must be a number of seconds > 0, got None"),
+    ],
+)
+def test_settings_of_wrong_types_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigTypeError, match=message):
+        gymllm.EnvPool(**{"make_env": LAKE, "num_envs": 1, **settings})
+
+
+def test_make_vec_names_a_wrong_number_of_environments() -> None:
+    with pytest.raises(ConfigTypeError, match=r"num_envs must be a whole number.*got '3'"):
+        gymnasium.make_vec(LAKE, num_envs="3")  # type: ignore[arg-type]  # what is tested
+    pool = gymnasium.make_vec(LAKE, num_envs=cast("int", np.int64(2)))
+    assert len(pool.reset(seed=0)[0]) == 2
+    pool.close()
 
 
 def test_a_pool_belongs_to_one_loop() -> None:
