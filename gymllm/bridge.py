@@ -121,10 +121,10 @@ def _keep(bridge: _Bridge) -> None:
         _free.bridges.append(bridge)
 
 
-async def _go_on(bridge: _Bridge, answer: object) -> Any:
+async def _go_on(bridge: _Bridge, answer: Any) -> Any:
     while True:
         try:
-            value = await cast("Awaitable[object]", answer)
+            value = await answer
         except BaseException as error:
             # Its traceback must be said: throw() would begin a new one.
             answer = bridge.throw(type(error), error, error.__traceback__)
@@ -132,7 +132,7 @@ async def _go_on(bridge: _Bridge, answer: object) -> Any:
             answer = bridge.switch(value)
         if isinstance(answer, Finished):
             _keep(bridge)
-            return cast("Finished[object]", answer).value
+            return answer.value  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         if isinstance(answer, _Raised):
             _keep(bridge)
             raise answer.error

@@ -22,11 +22,15 @@ class Limit:
     As `anyio.move_on_after`: the block is left at its end without an exception. Use it once.
     """
 
-    __slots__ = ("_queue", "passes_at", "scope", "seconds")
+    __slots__ = ("_queue", "loop", "passes_at", "queues", "scope", "seconds")
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.passes_at = 0.0
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """asyncio's loop that it was entered on; None on trio."""
+        self.queues: dict[float, _Queue] = {}
+        """That loop's; looked up once for all limits within this one."""
         self._queue: _Queue | None = None
 
     @property
@@ -43,13 +47,14 @@ class Limit:
         return LimitWithin(self, seconds)
 
     def __enter__(self) -> Self:
-        loop = running_loop()
+        self.loop = loop = running_loop()
         if loop is None:  # trio's own deadlines are cheap
             self.scope = anyio.CancelScope(deadline=anyio.current_time() + self.seconds)
         else:
             self.scope = anyio.CancelScope()
             self.passes_at = loop.time() + self.seconds
-            self._queue = _queue(loop, self.seconds)
+            self.queues = _queues_of(loop)
+            self._queue = _queue(self.queues, loop, self.seconds)
             self._queue.add(self)
         self.scope.__enter__()
         if loop is not None and loop.time() >= self.passes_at:
@@ -90,13 +95,14 @@ class LimitWithin:
         self._outer.scope.cancel()
 
     def __enter__(self) -> Self:
-        loop = running_loop()
+        outer = self._outer
+        loop = outer.loop
         if loop is None:
             self._scope = anyio.CancelScope(deadline=anyio.current_time() + self.seconds)
             self._scope.__enter__()
             return self
         self.passes_at = loop.time() + self.seconds
-        self._queue = _queue(loop, self.seconds)
+        self._queue = outer.queues.get(self.seconds) or _queue(outer.queues, loop, self.seconds)
         self._queue.add(self)
         return self
 
@@ -146,10 +152,14 @@ _queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, _Queue
 )
 
 
-def _queue(loop: asyncio.AbstractEventLoop, seconds: float) -> _Queue:
+def _queues_of(loop: asyncio.AbstractEventLoop) -> dict[float, _Queue]:
     queues = _queues.get(loop)
     if queues is None:
         queues = _queues[loop] = {}
+    return queues
+
+
+def _queue(queues: dict[float, _Queue], loop: asyncio.AbstractEventLoop, seconds: float) -> _Queue:
     queue = queues.get(seconds)
     if queue is None:
         queue = queues[seconds] = _Queue(loop, seconds)

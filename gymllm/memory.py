@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-YOUNG, MIDDLE, OLD = 50_000, 20, 100
+YOUNG, MIDDLE, OLD = 200_000, 20, 100
 """Allocations, and collections of the generation below, between two collections (Python's: 700, 10, 10)."""
 
 

@@ -55,7 +55,7 @@ def to_json(trajectory: Trajectory, **extra: int | float | str) -> str:
         "ended_ns": trajectory.ended_ns,
         "metrics": {name: _number(value) for name, value in trajectory.metrics.items()},
         "messages": [_message_to_json(message) for message in trajectory.messages],
-        "turns": [{**asdict(turn), "reward": _number(turn.reward)} for turn in trajectory.turns],
+        "turns": [{**turn._asdict(), "reward": _number(turn.reward)} for turn in trajectory.turns],
         "segments": [
             {
                 "ids": segment.ids.tolist(),

@@ -33,7 +33,10 @@ class Timeline:
 
     def __init__(self, capacity: int = 200_000) -> None:
         self.start_ns = time.perf_counter_ns()
-        self._spans: deque[Span] = deque(maxlen=capacity)
+        # As tuples, which cost a fifth of a `Span` and which the garbage collector leaves alone.
+        self._spans: deque[tuple[str, str, int, int, Mapping[str, Attribute] | None]] = deque(
+            maxlen=capacity
+        )
         self._clocks: dict[str, ResourceClock] = {}
         self._added = 0
 
@@ -46,7 +49,7 @@ class Timeline:
         attributes: Mapping[str, Attribute] | None = None,
     ) -> None:
         """Records a span that is over."""
-        self._spans.append(Span(track, name, start_ns, end_ns, attributes))
+        self._spans.append((track, name, start_ns, end_ns, attributes))
         self._added += 1
 
     @contextmanager
@@ -83,7 +86,7 @@ class Timeline:
             except RuntimeError:  # another thread appended while the deque was copied
                 continue
         now = time.perf_counter_ns()
-        return held + [clock.open_span(now) for clock in self._clocks.values()]
+        return [Span(*span) for span in held] + [clock.open_span(now) for clock in self._clocks.values()]
 
 
 class ResourceClock:

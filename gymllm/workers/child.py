@@ -122,8 +122,11 @@ class Server:
 
     def _on_readable(self) -> None:
         try:
+            # What is left in the socket has the loop call again; that costs less than to look twice.
             while (request := self._seat.reader.read()) is not NOTHING:
                 self._take(cast("Request", request))
+                if not self._seat.reader.holds_more:
+                    break
         except (EOFError, OSError):
             self._loop.remove_reader(self._seat.socket.fileno())
             self._ended.set()  # the pool closes all of them or none

@@ -79,6 +79,11 @@ class FrameReader:
         self._open: list[memoryview] = []
         """Where the rest of the current frame goes."""
 
+    @property
+    def holds_more(self) -> bool:
+        """Whether something of the next frame was received with the last one."""
+        return bool(self._head)
+
     def read(self) -> object:
         """The next frame's object; `NOTHING` where a socket that does not block has no whole one.
 

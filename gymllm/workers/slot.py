@@ -265,7 +265,8 @@ class Slot:
     ) -> object:
         """Waits for a call within its limit and says by the exception's type how it ended."""
         problem: BaseException
-        cancellations = _cancellations()
+        loop = running_loop() if outer is None else outer.loop
+        cancellations = _cancellations(loop)
         with Limit(limit_s) if outer is None else outer.within(limit_s) as limit:
             self._limit = limit
             try:
@@ -275,7 +276,7 @@ class Slot:
             except Exception as error:
                 if isinstance(error, EnvTypeError) and not limit.passed:
                     raise  # `Env` has looked at the answer already
-                if not limit.passed and _cancellations() > cancellations:
+                if not limit.passed and _cancellations(loop) > cancellations:
                     # It answered its caller's cancellation with an exception of its own.
                     self._stats.cancelled += 1
                     raise asyncio.CancelledError from error
@@ -284,7 +285,7 @@ class Slot:
                 cancelled = isinstance(error, anyio.get_cancelled_exc_class())
                 # On asyncio it can be told whether anybody cancelled us, or the environment raised it.
                 stray = not cancelled or (
-                    isinstance(error, asyncio.CancelledError) and _cancellations() == cancellations
+                    isinstance(error, asyncio.CancelledError) and _cancellations(loop) == cancellations
                 )
                 if limit.passed or not stray:
                     self._stats.cancelled += not limit.passed
@@ -358,9 +359,9 @@ def _summary(problem: BaseException) -> str:
 _LIMITS = {"start": "start_timeout_s", "reset": "reset_timeout_s"}
 
 
-def _cancellations() -> int:
-    """How often the current asyncio task was asked to cancel; 0 elsewhere."""
-    task = asyncio.current_task() if running_loop() is not None else None
+def _cancellations(loop: asyncio.AbstractEventLoop | None) -> int:
+    """How often the current task of asyncio's loop was asked to cancel; 0 elsewhere."""
+    task = asyncio.current_task(loop) if loop is not None else None
     return task.cancelling() if task is not None else 0
 
 
@@ -414,6 +415,8 @@ def _parts(answer: object, count: int) -> tuple[object, ...]:
 
 
 def _is_finite(reward: object) -> bool:
+    if type(reward) is float:
+        return isfinite(reward)
     if not isinstance(reward, int | float | np.integer | np.floating | np.bool):
         return False
     try:
