@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 import anyio
 import gymnasium
@@ -523,7 +523,7 @@ def _whole(name: str, value: object, least: int, what: str = "") -> int:
         )
     if value < least:
         raise ConfigError(f"{name} must be >= {least}{what}, got {value}.")
-    return int(value)
+    return int(cast("int", value))
 
 
 def _is_open(host: object) -> bool:
