@@ -4,6 +4,7 @@
 
     env.py, spaces.py       Env: async methods, a real gymnasium.Env; Unicode: the space of any text
     bridge.py               synchronous wrappers on an event loop, async environments without one
+    event_loop.py           the loop of our commands, whose timers are fine
     adapters/               TextAdapter: any Gymnasium environment in text; gymllm/Gym-v0
     wrappers/, render.py    limits, transcripts, rubrics, few-shot; observations as pictures
     pool.py, workers/       EnvPool: many at once, no barrier; where they run, what happens when they break

@@ -28,6 +28,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import anyio
 import greenlet
 
+from gymllm.event_loop import new_event_loop
+
 P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -190,7 +192,7 @@ class LoopRunner:
     """An asyncio loop that runs until it is told to stop; what is left of its tasks is cancelled."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = new_event_loop()
         self._stopping = False
 
     def run(self) -> None:

@@ -23,6 +23,7 @@ from gymllm.engines.scripted import ScriptedEngine
 from gymllm.episode import EpisodeLimits
 from gymllm.errors import ConfigError, ModelError, RunError
 from gymllm.evaluation import Estimate, EvaluationResult, evaluate
+from gymllm.event_loop import LOOP_OPTIONS
 from gymllm.memory import collect_rarely
 from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
@@ -211,7 +212,14 @@ def _run(evaluation: Evaluation, interrupt: Interrupt) -> None:
     unwritten: OSError | None = None
     try:
         with bar:
-            result = anyio.run(_play_or_stop, evaluation, take, interrupt, backend="asyncio")
+            result = anyio.run(
+                _play_or_stop,
+                evaluation,
+                take,
+                interrupt,
+                backend="asyncio",
+                backend_options=LOOP_OPTIONS,
+            )
         if result is not None:
             facts = {"reward": str(result.reward), "endings": _counts(result.endings)}
     finally:

@@ -19,6 +19,7 @@ from flax import nnx
 
 from gymllm.agent import AgentFactory
 from gymllm.errors import ConfigError, RunError, UnknownNameError
+from gymllm.event_loop import LOOP_OPTIONS
 from gymllm.memory import collect_rarely
 from gymllm.pool import EnvPool
 from gymllm.rollout import AdmissionGate, Rollout
@@ -98,7 +99,7 @@ def _run_in(folder: RunFolder, config: TrainConfig, interrupt: Interrupt, starte
             session = _Session(
                 config, timeline, checkpoints, resume_step, view, display, files, interrupt
             )
-            whole = anyio.run(_main, session, backend="asyncio")
+            whole = anyio.run(_main, session, backend="asyncio", backend_options=LOOP_OPTIONS)
         headline = "Finished" if whole else f"Interrupted at step {view.step}"
     finally:
         files.close(draw=headline == "Finished")
