@@ -4,6 +4,7 @@
     ├── ConfigError           (ValueError)    a setting, key, flag or id that can't be used
     │   ├── UnknownNameError                  ... because nothing is called that; says what is close
     │   └── ConfigTypeError   (TypeError)     ... because it is of a wrong type
+    │       └── UnsendableError               ... and can't be sent to an environment's process
     ├── MissingExtraError     (ImportError)   an optional dependency is needed; names its install
     ├── ModelError            (ValueError)    a model folder, tokenizer or template that can't be used
     ├── ContextLengthError    (ValueError)    a prompt that leaves the engine no room to generate
@@ -64,6 +65,10 @@ class UnknownNameError(ConfigError):
 
 class ConfigTypeError(ConfigError, TypeError):
     """A setting is of a wrong type."""
+
+
+class UnsendableError(ConfigTypeError):
+    """An action, option or argument can't be sent to its environment's process. That lives on."""
 
 
 class MissingExtraError(GymLLMError, ImportError):

@@ -35,6 +35,7 @@ from gymllm.errors import (
     EngineError,
     EnvError,
     UnknownNameError,
+    UnsendableError,
 )
 from gymllm.limit import Limit
 from gymllm.registration import check_id, entry_point_of, make
@@ -88,10 +89,15 @@ class LeasedEnv:
         Raises:
             EnvError: The environment raised, passed its limit or answered with a wrong type. It is
                 replaced: another `reset` gets a new one.
+            UnsendableError: What it is given can't be sent to its process. It is as it was.
             ClosedError: The lease has ended or the pool is closed.
         """
-        slot, self._running = self._lent(), False
-        self.observation, self.info = await slot.reset(seed=seed, options=options)
+        slot, was_running, self._running = self._lent(), self._running, False
+        try:
+            self.observation, self.info = await slot.reset(seed=seed, options=options)
+        except UnsendableError:
+            self._running = was_running
+            raise
         self._running = True
         return self.observation, self.info
 
@@ -109,7 +115,11 @@ class LeasedEnv:
             )
         self._running = False  # stays so if the step raises or is cancelled
         begun = slot.begin_step(action, self.limit)
-        result = begun.value if isinstance(begun, Finished) else await begun
+        try:
+            result = begun.value if isinstance(begun, Finished) else await begun
+        except UnsendableError:  # it was not asked
+            self._running = True
+            raise
         self._running = not (result.terminated or result.truncated)
         self.observation, self.info = result.observation, result.info
         return result

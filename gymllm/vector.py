@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from gymllm.bridge import Finished, HomeLoop
-from gymllm.errors import ConfigError, ConfigTypeError, EnvBatchError, EnvError
+from gymllm.errors import ConfigError, ConfigTypeError, EnvBatchError, EnvError, UnsendableError
 from gymllm.workers import EnvFacts, Slot, StepResult
 from gymllm.workers.worker import CALL, NoAttribute
 
@@ -265,6 +265,7 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
     ) -> dict[int, T | EnvError]:
         """Makes all calls at once; each one's answer or fault, in order."""
         answers: dict[int, T | EnvError] = {}
+        refused: list[UnsendableError] = []
         waiting: list[tuple[int, Coroutine[object, Any, T]]] = []
         for index, call in calls.items():
             begun = call()
@@ -278,11 +279,15 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
                 answers[index] = await rest
             except EnvError as error:
                 answers[index] = error
+            except UnsendableError as error:
+                refused.append(error)
 
         if waiting:
             async with anyio.create_task_group() as group:
                 for index, rest in waiting:
                     group.start_soon(one, index, rest, name=f"{self.env_id} slot {index}")
+        if refused:  # only now, so that the other environments' calls were not cut off
+            raise refused[0]
         return {index: answers[index] for index in calls}
 
     def _begin_step(

@@ -123,13 +123,22 @@ class Server:
     def _on_readable(self) -> None:
         try:
             # What is left in the socket has the loop call again; that costs less than to look twice.
-            while (request := self._seat.reader.read()) is not NOTHING:
+            while (request := self._read()) is not NOTHING:
                 self._take(cast("Request", request))
                 if not self._seat.reader.holds_more:
                     break
         except (EOFError, OSError):
             self._loop.remove_reader(self._seat.socket.fileno())
             self._ended.set()  # the pool closes all of them or none
+
+    def _read(self) -> object:
+        try:
+            return self._seat.reader.read()
+        except (EOFError, OSError):
+            raise
+        except Exception as error:  # it can't be unpickled here
+            self._send(encode(("unread", f"{type(error).__name__}: {error}")))
+            return NOTHING
 
     def _take(self, request: Request) -> None:
         if request[0] == CANCEL:

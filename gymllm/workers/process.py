@@ -35,6 +35,7 @@ from gymllm.workers.worker import (
     RemoteError,
     RemoteTrace,
     Request,
+    Unsendable,
     WorkerDied,
 )
 
@@ -307,13 +308,13 @@ class Channel:
         self._loop: asyncio.AbstractEventLoop | None = None  # that reads, where it is asyncio's
         self.is_down = False
 
-    async def ask(self, request: Request) -> object:
-        """Sends a request and returns its answer.
+    async def ask(self, encoded: list[memoryview]) -> object:
+        """Sends a request, encoded, and returns its answer.
 
         Raises:
             EOFError: The process is gone.
         """
-        await self._send(encode(request))
+        await self._send(encoded)
         return await self.answer()
 
     async def answer(self) -> object:
@@ -547,13 +548,19 @@ class ProcessWorker:
 
     async def _answered(self, process: EnvProcess, channel: Channel, request: Request) -> object:
         try:
-            answer = cast("tuple[Any, ...]", await channel.ask(request))
+            encoded = encode(request)
+        except Exception as error:
+            raise Unsendable.of(request, f"{type(error).__name__}: {error}") from error
+        try:
+            answer = cast("tuple[Any, ...]", await channel.ask(encoded))
         except EOFError:
             self._healthy = False
             await process.wait_ended(EXIT_LIMIT_S)
             raise WorkerDied(process.how_it_ended()) from None
         if answer[0] == "ok":
             return answer[1]
+        if answer[0] == "unread":
+            raise Unsendable.of(request, str(answer[1]))
         trace = cast("RemoteTrace", answer[1])
         # What did not fit may fill the process still.
         kind, _, text = trace.summary.partition(":")

@@ -18,13 +18,19 @@ import numpy as np
 from gymnasium.error import ResetNeeded
 
 from gymllm.bridge import Finished, running_loop
-from gymllm.errors import ClosedError, EnvCrashedError, EnvTimeoutError, EnvTypeError
+from gymllm.errors import (
+    ClosedError,
+    EnvCrashedError,
+    EnvTimeoutError,
+    EnvTypeError,
+    UnsendableError,
+)
 from gymllm.limit import Limit, LimitWithin
 from gymllm.workers.inline import InlineWorker
 from gymllm.workers.limits import Limits, PoolStats
 from gymllm.workers.supply import WorkerSupply
 from gymllm.workers.thread import ThreadWorker
-from gymllm.workers.worker import EnvFacts, RemoteError, Worker, WorkerDied
+from gymllm.workers.worker import EnvFacts, RemoteError, Unsendable, Worker, WorkerDied
 
 T = TypeVar("T")
 
@@ -122,6 +128,7 @@ class Slot:
 
         Raises:
             EnvError: It broke; the slot is empty again.
+            UnsendableError: An option can't be sent to its process; it is as it was.
             ClosedError: The slot was closed, perhaps meanwhile.
         """
         if self._worker is None:
@@ -151,6 +158,7 @@ class Slot:
             The answer where nothing had to be waited for, else what to await for it, which raises:
 
             EnvError: It broke; the slot is empty and needs a reset.
+            UnsendableError: The action can't be sent to its process; it is as it was.
             ClosedError: The slot was closed, perhaps meanwhile.
 
         Raises:
@@ -250,6 +258,11 @@ class Slot:
             answer = check(await self._limited(method, limit_s, started, outer))
             healthy = True
             return answer
+        except Unsendable as error:  # the caller's mistake, of which the environment knows nothing
+            healthy = True
+            raise UnsendableError(
+                f"{self._env_id}: {method}: {error} (slot {self.index})."
+            ) from error
         except EnvTypeError as error:
             self._stats.type_errors += 1
             raise EnvTypeError(self._say(method, str(error))) from None
@@ -274,8 +287,8 @@ class Slot:
             except (KeyboardInterrupt, GeneratorExit):
                 raise
             except Exception as error:
-                if isinstance(error, EnvTypeError) and not limit.passed:
-                    raise  # `Env` has looked at the answer already
+                if isinstance(error, EnvTypeError | Unsendable) and not limit.passed:
+                    raise  # `Env` has looked at the answer already; or it was never asked
                 if not limit.passed and _cancellations(loop) > cancellations:
                     # It answered its caller's cancellation with an exception of its own.
                     self._stats.cancelled += 1
@@ -285,7 +298,8 @@ class Slot:
                 cancelled = isinstance(error, anyio.get_cancelled_exc_class())
                 # On asyncio it can be told whether anybody cancelled us, or the environment raised it.
                 stray = not cancelled or (
-                    isinstance(error, asyncio.CancelledError) and _cancellations(loop) == cancellations
+                    isinstance(error, asyncio.CancelledError)
+                    and _cancellations(loop) == cancellations
                 )
                 if limit.passed or not stray:
                     self._stats.cancelled += not limit.passed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -159,6 +160,37 @@ Request = tuple[str, tuple[Any, ...], dict[str, Any]]
 """What a process is asked: method, arguments and keyword arguments."""
 CANCEL = "cancel"
 """The method of a request that cancels the one before it; it is not answered."""
+
+
+class Unsendable(Exception):
+    """What was to be given to an environment can't go to its process; the message says what and why."""
+
+    @classmethod
+    def of(cls, request: Request, why: str) -> Unsendable:
+        """Names the parts of the request that can't be pickled here; else all, for it failed there."""
+        method, args, kwargs = request
+        if method == "step":
+            given = {"the action": args[0]}
+        elif method == "reset":
+            options = cast("dict[str, object]", kwargs["options"] or {})
+            given = {f"the option {name!r}": each for name, each in options.items()}
+            given["the seed"] = kwargs["seed"]
+        else:
+            given = {f"argument {i}": each for i, each in enumerate(args)} | kwargs
+        wrong = {name: each for name, each in given.items() if not _can_be_pickled(each)} or given
+        parts = (f"{name} (of type {type(each).__name__})" for name, each in wrong.items())
+        return cls(
+            f"can't send {', '.join(parts)} to the environment's process: {why}. Give what pickle can "
+            'copy there, such as texts, numbers and arrays, or use worker="thread"'
+        )
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 class NoAttribute:

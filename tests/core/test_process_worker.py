@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import gymllm
-from gymllm.errors import EnvCrashedError, EnvTimeoutError, EnvTypeError
+from gymllm.errors import EnvCrashedError, EnvTimeoutError, EnvTypeError, UnsendableError
 from gymllm.spaces import Message
 from gymllm.workers import StepResult
 from gymllm.workers.process import MOST_MADE
@@ -195,6 +195,45 @@ async def test_a_fault_is_named_and_the_env_replaced(
         assert again == "seed 2"
         assert (info_again["pid"] == info["pid"]) == same_process
         assert (pool.stats.built, pool.stats.rebuilt) == (2, 1)
+
+
+class OnlyHere:
+    """Can be pickled, and not be made of that again."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (threading.Lock(), r"\(of type lock\) to .*: TypeError: cannot pickle.*\(slot 0\)"),
+        (OnlyHere(), r"\(of type OnlyHere\) to .*: ValueError: invalid"),
+    ],
+)
+async def test_what_cant_be_sent_is_its_givers_mistake_and_the_env_lives_on(
+    tmp_path: Path, value: Any, message: str
+) -> None:
+    async with pool_of(tmp_path) as (pool, _), pool.lease() as env:
+        _, info = await env.reset(seed=1)
+        with pytest.raises(UnsendableError, match=f"step: can't send the action {message}"):
+            await env.step(value)
+        assert (await env.step("same episode")).observation == "same episode"
+        with pytest.raises(UnsendableError, match=f"reset: can't send the option 'b' {message}"):
+            await env.reset(options={"a": 1, "b": value})
+        assert (await env.step("same episode")).observation == "same episode"
+        assert (await env.reset(seed=2))[1]["pid"] == info["pid"]
+        assert (pool.stats.built, pool.stats.crashes) == (1, 0)
+
+
+async def test_what_cant_be_sent_cuts_off_no_other_call(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, 2) as (pool, _):
+        await anyio.to_thread.run_sync(lambda: pool.reset(seed=1))
+        with pytest.raises(UnsendableError, match=r"the action .*lock.*\(slot 1\)"):
+            await anyio.to_thread.run_sync(lambda: pool.step(("fine", threading.Lock())))
+        again = await anyio.to_thread.run_sync(lambda: pool.step(("fine", "too")))
+        assert again[0] == ("fine", "too")
+        assert pool.stats.built == 2
 
 
 async def test_a_process_stays_for_some_environments_that_did_not_raise(tmp_path: Path) -> None:
