@@ -167,7 +167,7 @@ class Unsendable(Exception):
 
     @classmethod
     def of(cls, request: Request, why: str) -> Unsendable:
-        """Names the parts of the request that can't be pickled here; else all, for it failed there."""
+        """Names the parts of the request that can't be copied here; else all, for it failed there."""
         method, args, kwargs = request
         if method == "step":
             given = {"the action": args[0]}
@@ -177,7 +177,7 @@ class Unsendable(Exception):
             given["the seed"] = kwargs["seed"]
         else:
             given = {f"argument {i}": each for i, each in enumerate(args)} | kwargs
-        wrong = {name: each for name, each in given.items() if not _can_be_pickled(each)} or given
+        wrong = {name: each for name, each in given.items() if not _can_be_copied(each)} or given
         parts = (f"{name} (of type {type(each).__name__})" for name, each in wrong.items())
         return cls(
             f"can't send {', '.join(parts)} to the environment's process: {why}. Give what pickle can "
@@ -185,9 +185,9 @@ class Unsendable(Exception):
         )
 
 
-def _can_be_pickled(value: object) -> bool:
+def _can_be_copied(value: object) -> bool:
     try:
-        pickle.dumps(value)
+        pickle.loads(pickle.dumps(value))
     except Exception:
         return False
     return True
