@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
@@ -20,11 +19,15 @@ def test_reader_that_leaves_does_not_end_the_run(monkeypatch):
     os.close(read)
     out = os.fdopen(write, "w")
     monkeypatch.setattr(sys, "stdout", out)
-    with Display(make_view(), live=False) as display:
+    view = make_view()
+    before = len(view.rewards)
+    with Display(view, live=False) as display:
         for _ in range(2):
             display.step_done()
     monkeypatch.undo()
-    with contextlib.suppress(BrokenPipeError):
+    assert len(view.rewards) == before + 2, "the run's view is kept up"
+    out.write("more")
+    with pytest.raises(BrokenPipeError):  # there was nobody to read the two lines
         out.close()
 
 
@@ -122,15 +125,21 @@ def test_with_a_terminal_the_last_screen_stays():
 
 
 def test_broken_view_and_closed_console_raise_nothing():
-    file = io.StringIO()
     view = make_view(reward="not a number", step=None)
+    shown: list[str] = []
     for force_terminal in (True, False):
-        console = Console(file=file, force_terminal=force_terminal)
-        with Display(view, console=console) as display:
+        file = io.StringIO()
+        with Display(view, console=Console(file=file, force_terminal=force_terminal)) as display:
             display.phase("training")
+        shown.append(file.getvalue())
+    assert "step None/120 (no display: " in shown[0]
+    assert shown[1].endswith("] training\n")
     file.close()
-    with Display(make_view(), console=Console(file=file)) as display:
+    view = make_view()
+    before = len(view.rewards)
+    with Display(view, console=Console(file=file)) as display:
         display.step_done()
+    assert len(view.rewards) == before + 1
 
 
 def test_live_display_can_be_turned_off():
