@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gymllm.agent import AgentFactory, EpisodeContext
-from gymllm.engine import FinishReason, GenerateRequest, Generation
+from gymllm.engine import Engine, FinishReason, GenerateRequest, Generation
 from gymllm.engines import ScriptedEngine
 from gymllm.timeline import Timeline
 from gymllm_agents import Tokenizer, train_tokenizer
+
+sys.path.append(str(Path(__file__).parent))  # for `from families import ...`
 
 TEXTS = [
     "What is 12 + 7? The answer is 19.",
@@ -138,7 +142,7 @@ def start() -> Callable[..., object]:
     """Makes an agent for one episode."""
 
     def make(
-        factory: AgentFactory, engine: object, *, seed: int = 0, timeline: Timeline | None = None
+        factory: AgentFactory, engine: Engine, *, seed: int = 0, timeline: Timeline | None = None
     ):
         return factory(
             EpisodeContext(
