@@ -6,10 +6,9 @@ gymnasium.make("gymllm/Gym-v0", env_id="FrozenLake-v1", env_kwargs={"is_slippery
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from gymllm.adapters.parse import AnswerRule
 from gymllm.adapters.text_adapter import TextAdapter, is_text_env
 from gymllm.errors import ConfigError
 from gymllm.pool import make_pool
@@ -17,29 +16,14 @@ from gymllm.registration import GYM_ID, make_to_describe
 
 
 def make_gym(
-    env_id: str | None = None,
-    *,
-    env_kwargs: Mapping[str, Any] | None = None,
-    instructions: str | None = None,
-    action_names: Sequence[str] | None = None,
-    answer_rule: AnswerRule = "marked",
-    invalid_reward: float = 0.0,
-    max_invalid: int | None = 5,
-    max_turns: int | None = None,
-    render_mode: str | None = None,
+    env_id: str | None = None, *, env_kwargs: Mapping[str, Any] | None = None, **settings: Any
 ) -> TextAdapter:
     """Makes an environment and adapts it.
 
     Args:
         env_id: Its id, as `gymllm.make` takes it.
         env_kwargs: Its own arguments. Without a `render_mode` it has the one that shows most in text.
-        instructions: As for `TextAdapter`; so are the others.
-        action_names: What its actions are called.
-        answer_rule: Which of several actions in an answer counts.
-        invalid_reward: Reward of a turn without an action that can be taken.
-        max_invalid: Such turns in a row that truncate the episode.
-        max_turns: Turns that truncate the episode.
-        render_mode: How the adapter renders; as for `Env.render`.
+        **settings: What `TextAdapter` takes; `render_mode` says how the adapter renders.
 
     Raises:
         UnknownNameError: Nothing is registered by that name.
@@ -51,19 +35,13 @@ def make_gym(
             f'{GYM_ID} needs the id of what is played: make("{GYM_ID}", env_id="CartPole-v1").'
         )
     env = make_to_describe(env_id, dict(env_kwargs or {}))
-    if is_text_env(env):
+    try:
+        if is_text_env(env):
+            raise ConfigError(f'{env_id} is played in text already: make("{env_id}") instead.')
+        return TextAdapter(env, **settings)
+    except BaseException:
         env.close()
-        raise ConfigError(f'{env_id} is played in text already: make("{env_id}") instead.')
-    return TextAdapter(
-        env,
-        instructions=instructions,
-        action_names=action_names,
-        answer_rule=answer_rule,
-        invalid_reward=invalid_reward,
-        max_invalid=max_invalid,
-        max_turns=max_turns,
-        render_mode=render_mode,
-    )
+        raise
 
 
 # Gymnasium reads these from an entry point before it calls it.
