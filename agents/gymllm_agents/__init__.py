@@ -29,6 +29,8 @@ from gymllm_agents.tools import Tool as Tool
 from gymllm_agents.tools import ToolError as ToolError
 from gymllm_agents.tools import ToolResult as ToolResult
 from gymllm_agents.tools import calculator as calculator
+from gymllm_agents.tools import run_calls as run_calls
+from gymllm_agents.tools import tool as tool
 
 __all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
     "ChatFormat",
@@ -52,5 +54,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
     "UnreadableCall",
     "calculator",
     "make_parser",
+    "run_calls",
+    "tool",
     "train_tokenizer",
 ]

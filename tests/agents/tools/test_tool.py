@@ -163,7 +163,7 @@ async def test_what_a_tool_raises_is_told():
 @pytest.mark.asyncio
 async def test_a_long_result_is_cut_and_marked():
     result = await tool(lambda arguments: "x" * 50, max_result_chars=10)({"text": ""})
-    assert result.text == "x" * 10 + "\n[40 more characters were cut]"
+    assert result.text == "x" * 7 + "\n[... 40 characters left out ...]\n" + "x" * 3
 
 
 def test_bad_settings_are_refused():

@@ -1,0 +1,66 @@
+"""Runs the calls of one reply at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import anyio
+import anyio.lowlevel
+
+from gymllm.message import ToolCall
+from gymllm.timeline import Timeline
+from gymllm_agents.parsers.said import UnreadableCall
+from gymllm_agents.tools.names import did_you_mean
+from gymllm_agents.tools.text import cut
+from gymllm_agents.tools.tool import Tool, ToolResult
+
+LONGEST_NAME = 100
+
+
+async def run_calls(
+    tools: Mapping[str, Tool],
+    calls: Sequence[ToolCall | UnreadableCall],
+    *,
+    timeline: Timeline | None = None,
+    track: str = "tools",
+) -> tuple[ToolResult, ...]:
+    """Runs calls concurrently. Raises nothing but cancellation, which ends them all.
+
+    Args:
+        tools: By name.
+        calls: As a parser read them.
+        timeline: Gets a span for each call.
+        track: The spans' track. Those of the second call and the next, which may overlap with it, are
+            on tracks of their own.
+
+    Returns:
+        A result for each call, in the order of the calls.
+    """
+    await anyio.lowlevel.checkpoint()
+    results: list[ToolResult | None] = [None] * len(calls)
+
+    async def run(index: int, call: ToolCall | UnreadableCall) -> None:
+        on = track if index == 0 else f"{track} +{index}"
+        name = cut(call.name, LONGEST_NAME) or "unreadable"
+        with contextlib.nullcontext() if timeline is None else timeline.span(on, name):
+            results[index] = await _run_call(tools, call)
+
+    async with anyio.create_task_group() as group:
+        for index, call in enumerate(calls):
+            group.start_soon(run, index, call, name=f"{track}: {call.name or 'unreadable call'}")
+    return tuple(result for result in results if result is not None)
+
+
+async def _run_call(tools: Mapping[str, Tool], call: ToolCall | UnreadableCall) -> ToolResult:
+    if isinstance(call, ToolCall) and call.name in tools:
+        return await tools[call.name](call.arguments)
+    await anyio.lowlevel.checkpoint()
+    if isinstance(call, UnreadableCall):
+        return ToolResult(text=f"Error: {call.problem}", failed=True)
+    name = cut(call.name, LONGEST_NAME)
+    known = ", ".join(tools) or "none"
+    hint = did_you_mean(name, tools)
+    return ToolResult(
+        text=f"Error: there is no tool {name!r}; there is: {known}.{hint}", failed=True
+    )
