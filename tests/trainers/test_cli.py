@@ -113,6 +113,25 @@ def test_arguments_of_the_environment_are_spelt_as_for_training(flags):
     assert evaluation.env.kwargs == {"size": 2, "is_slippery": False}
 
 
+def test_settings_of_the_environment_are_those_of_training(tmp_path):
+    from gymllm_trainers.evaluate import load_settings
+
+    file = tmp_path / "config.yaml"
+    file.write_text("env: {worker: thread, spares: 2, kwargs: {size: 5}}")
+    flags = ["--env.worker", "process", "--env.step-timeout-s=9", "--env.kwargs.slip", "0.5"]
+    arguments = ["--model", "scripted", "--config", str(file), *flags]
+    env = load_settings(arguments).env
+    assert (env.worker, env.step_timeout_s, env.spares) == ("process", 9.0, 2)
+    assert env.kwargs == {"size": 5, "slip": 0.5}
+    for other in (["--env.id", "gymllm/Arithmetic-v0"], ["--env", "gymllm/Arithmetic-v0"]):
+        env = load_settings([*arguments, *other]).env
+        assert (env.id, env.kwargs, env.worker) == (
+            "gymllm/Arithmetic-v0",
+            {"slip": 0.5},
+            "process",
+        )
+
+
 def test_interrupted_evaluation_says_so_and_where_its_transcripts_are(capsys, monkeypatch):
     from gymllm_envs.scripted import SCRIPTED_PLAYERS
     from gymllm_trainers.evaluate import load_settings, run
@@ -177,6 +196,10 @@ def test_evaluation_is_a_function_of_its_seed():
             "there is no scripted player for CartPole-v1, only for gymllm/FrozenLake-v0",
         ),
         (["--model", "scripted", "--env-kwargs", "sise", "4"], "sise"),
+        (["--model", "scripted", "--env.wroker", "thread"], "Did you mean env.worker"),
+        (["--model", "scripted", "--env.worker", "threads"], "env.worker"),
+        (["--model", "scripted", "--env.spares", "-1"], "env.spares must be >= 0"),
+        (["--model", "scripted", "--env.worker"], "--env.worker needs a value"),
         (["--model", "scripted", "--episodes", "0"], "--episodes must be >= 1, got 0"),
         (["--model", "scripted", "--skill", "2"], "--skill must be from 0 to 1"),
         (["--model", "none/at/all"], "none/at/all"),

@@ -34,7 +34,7 @@ from gymllm_envs.scripted import SCRIPTED_PLAYERS
 from gymllm_trainers.build import EnvSettings, build_agents, open_pool
 from gymllm_trainers.checkpoint import Checkpointer
 from gymllm_trainers.config import AgentSettings, TrainConfig, take_env_kwargs
-from gymllm_trainers.config_files import merge, read_yaml
+from gymllm_trainers.config_files import merge, parse_scalar, read_yaml
 from gymllm_trainers.engine import EngineConfig, JaxEngine
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.learner import Learner
@@ -56,7 +56,8 @@ class EvalSettings:
     """A run's folder (runs/NAME), a model folder, a .gguf file, a hub name, "smollm2", or
     "scripted": the environment's own scripted player."""
     env: str = ""
-    """Environment; default: the one of the run, else gymllm/FrozenLake-v0."""
+    """Environment; default: the one of the run, else gymllm/FrozenLake-v0. Its other settings are those
+    of gymllm-train: --env.worker process, --env.step-timeout-s 300, ..."""
     env_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     """Arguments of the environment, beside those of the run; --env.kwargs.size 5, one flag each."""
     config: Path | None = None
@@ -121,6 +122,7 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
         ConfigError: A value or file that can't be used.
     """
     arguments, kwargs = take_env_kwargs(argv)
+    arguments, env_settings = _take_env_settings(arguments)
     settings = tyro.cli(
         EvalSettings,
         # "--env.kwargs size 5", as gymllm-train takes it too.
@@ -135,10 +137,11 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
     base = run or TrainConfig()
     if settings.config is not None:
         base = merge(base, read_yaml(settings.config))
-    env = base.env
-    if settings.env and settings.env != env.id:
+    env_id = env_settings.pop("id", settings.env)
+    env = merge(base, {"env": env_settings}).env
+    if env_id and env_id != env.id:
         # Arguments of one environment mean nothing to another.
-        env = dataclasses.replace(env, id=settings.env, kwargs={})
+        env = merge(env, {"id": env_id, "kwargs": {}})
     env = merge(env, {"kwargs": {**env.kwargs, **settings.env_kwargs, **kwargs}})
     agent = base.agent
     if settings.temperature is not None:
@@ -167,6 +170,24 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
         run=run,
         out=settings.out or _default_out(settings.model, env.id),
     )
+
+
+def _take_env_settings(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """Takes `--env.worker process` and the like out, as `take_env_kwargs` does: here --env is the id."""
+    rest: list[str] = []
+    taken: dict[str, object] = {}
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--env.") or flag == "--env.kwargs":
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, "--")
+        if value.startswith("--"):
+            raise ConfigError(f"{flag} needs a value, as in --env.worker process.")
+        taken[flag.removeprefix("--env.").replace("-", "_")] = parse_scalar(value)
+    return rest, taken
 
 
 def run(evaluation: Evaluation) -> None:
