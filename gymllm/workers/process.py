@@ -96,6 +96,10 @@ class NurseryHandle:
         """Kills a process and all that it has started."""
         self._send(lambda: self._control.send(MESSAGE.pack(KILL, process.number, 0)))
 
+    def wake(self) -> None:
+        """Has it go on where an environment has stopped it (SIGSTOP): it is needed now."""
+        self._process.send_signal(signal.SIGCONT)
+
     def read(self) -> None:
         """Takes what it has said. Called by the loop where that is asyncio's, else by those who wait."""
         try:
@@ -156,6 +160,7 @@ class NurseryHandle:
 
     async def aclose(self) -> None:
         """Ends it, and what is left of its processes."""
+        self.wake()
         self.quit()
         self._go_down()
         self._control.close()
@@ -278,6 +283,7 @@ class EnvProcess:
         if self._closed:
             return
         self._closed = True
+        self._nursery.wake()
         with anyio.CancelScope(shield=True):
             for channel in self._channels:
                 channel.close()

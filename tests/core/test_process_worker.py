@@ -279,6 +279,19 @@ async def test_a_nursery_that_dies_is_replaced_and_leaves_nothing(tmp_path: Path
             await anyio.sleep(0.001)
 
 
+async def test_a_nursery_that_was_stopped_holds_no_close_up(tmp_path: Path) -> None:
+    before = children()
+    async with pool_of(tmp_path, 2) as (pool, _):
+        async with pool.lease() as env:
+            await env.reset()
+        (nursery,) = children() - before
+        os.kill(int(nursery), signal.SIGSTOP)
+        began = time.monotonic()
+        await pool.aclose()
+        assert time.monotonic() - began < 1
+        assert children() == before
+
+
 async def test_a_forked_child_that_comes_back_answers_nothing(tmp_path: Path) -> None:
     class Forking(Misbehaving):
         def fork(self) -> Any:
