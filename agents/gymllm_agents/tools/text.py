@@ -9,6 +9,7 @@ import pydantic_core
 
 _JOINER = "\u200d"
 _LONGEST_CLUSTER = 32  # no sane emoji is longer; a text of nothing but accents must still be cut
+_LONGEST_FLAGS = 10_000
 
 
 def as_text(value: object) -> str:
@@ -92,7 +93,7 @@ def _joined(text: str, at: int) -> bool:
     if not (_regional(before) and _regional(after)):
         return False
     start = at
-    while start > 0 and at - start < _LONGEST_CLUSTER and _regional(text[start - 1]):
+    while start > 0 and at - start < _LONGEST_FLAGS and _regional(text[start - 1]):
         start -= 1
     return (at - start) % 2 == 1  # flags are pairs
 
