@@ -8,7 +8,10 @@ from typing import cast, final
 from gymllm.errors import ConfigError
 from gymllm.message import ToolCall
 from gymllm_agents.chat_template import ToolSchema
+from gymllm_agents.parsers.markup import Marks, Reader
 from gymllm_agents.parsers.said import ParsedReply, Said, UnreadableCall
+
+_MARKS = Marks()
 
 
 @final
@@ -31,17 +34,21 @@ class PlainParser:
 
     def parse(self, said: Said) -> ParsedReply:
         """Reads a reply, line by line."""
-        kept, calls = list[str](), list[ToolCall | UnreadableCall]()
-        for line in said.text.split("\n"):
+        reader, kept = Reader(said, _MARKS), list[str]()
+        reader.advance()
+        for line in reader.take_text().split("\n"):
             name, opened, rest = line.strip().partition("(")
             if not opened or name not in self._arguments:
                 kept.append(line)
             elif rest.endswith(")"):
-                calls.append(ToolCall(name=name, arguments={self._arguments[name]: rest[:-1]}))
+                reader.calls.append(
+                    ToolCall(name=name, arguments={self._arguments[name]: rest[:-1]})
+                )
             else:
                 problem = f"The line of a call of {name} must end with a closing parenthesis."
-                calls.append(UnreadableCall(problem=problem))
-        return ParsedReply(text="\n".join(kept).strip(), calls=tuple(calls))
+                reader.calls.append(UnreadableCall(problem=problem, name=name))
+        reader.keep("\n".join(kept))
+        return reader.reply()
 
     def instructions(self, tools: Sequence[ToolSchema]) -> str:
         """How each tool is called, and what it does, one a line."""
