@@ -35,7 +35,6 @@ from gymllm.errors import (
     EngineError,
     EnvError,
     UnknownNameError,
-    UnsendableError,
 )
 from gymllm.limit import Limit
 from gymllm.registration import check_id, entry_point_of, make
@@ -89,13 +88,14 @@ class LeasedEnv:
         Raises:
             EnvError: The environment raised, passed its limit or answered with a wrong type. It is
                 replaced: another `reset` gets a new one.
-            UnsendableError: What it is given can't be sent to its process. It is as it was.
+            ConfigError: What it is given is of a wrong type (`ConfigTypeError`) or can't be sent to its
+                process (`UnsendableError`). It was not asked, and is as it was.
             ClosedError: The lease has ended or the pool is closed.
         """
         slot, was_running, self._running = self._lent(), self._running, False
         try:
             self.observation, self.info = await slot.reset(seed=seed, options=options)
-        except UnsendableError:
+        except ConfigError:  # it was not asked
             self._running = was_running
             raise
         self._running = True
@@ -114,10 +114,10 @@ class LeasedEnv:
                 "episode or raised. Call reset() first."
             )
         self._running = False  # stays so if the step raises or is cancelled
-        begun = slot.begin_step(action, self.limit)
         try:
+            begun = slot.begin_step(action, self.limit)
             result = begun.value if isinstance(begun, Finished) else await begun
-        except UnsendableError:  # it was not asked
+        except ConfigError:  # it was not asked
             self._running = True
             raise
         self._running = not (result.terminated or result.truncated)
@@ -223,7 +223,7 @@ class EnvPool(VectorFace):
         if memory_limit_bytes is not None:
             _whole("memory_limit_bytes", memory_limit_bytes, 1, " or None")
         if worker is not None and worker not in WORKERS:
-            raise UnknownNameError("worker", worker, WORKERS)
+            raise UnknownNameError("worker", str(worker), WORKERS)
         try:
             self.autoreset_mode = AutoresetMode(autoreset_mode)
         except ValueError:

@@ -22,6 +22,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 from gymllm.bridge import Finished, HomeLoop
 from gymllm.errors import ConfigError, ConfigTypeError, EnvBatchError, EnvError, UnsendableError
 from gymllm.workers import EnvFacts, Slot, StepResult
+from gymllm.workers.given import checked_options, checked_seed
 from gymllm.workers.worker import CALL, NoAttribute
 
 T = TypeVar("T")
@@ -69,8 +70,9 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
 
         Raises:
             EnvBatchError: Some broke; the others are reset and `error.answers` has their answers.
+            ConfigError: The seeds, options or mask can't be used; none was reset.
         """
-        options = dict(options or {})
+        options = checked_options(options) or {}
         given = options.pop("reset_mask", None)
         mask = _mask(given if reset_mask is None else reset_mask, self.num_envs)
         seeds = _seeds(seed, self.num_envs)
@@ -103,12 +105,18 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         Raises:
             EnvBatchError: Some broke; `error.answers` has the `StepResult` of each of the others.
             gymnasium.error.ResetNeeded: Some have no episode to step; none has been stepped.
-            ConfigError: There are not as many actions as environments.
+            ConfigError: There are not as many actions as environments, or some are no texts where only
+                texts can be read; none has been stepped.
+            UnsendableError: An action can't be sent to its environment's process; the others have
+                taken their step.
         """
         actions = self._unbatch(actions)
         if len(actions) != self.num_envs:
             raise ConfigError(f"expected {self.num_envs} actions, got {len(actions)}.")
         state = self._vector_state()
+        for slot, action in zip(self._slots, actions, strict=True):
+            if type(action) is not str:
+                slot.check_action(action)
         if state.ended.any() and self.autoreset_mode is not AutoresetMode.NEXT_STEP:
             raise ResetNeeded(
                 f"environments {state.ended.nonzero()[0].tolist()} have no episode to step; reset "
@@ -154,6 +162,8 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
             AttributeError: There is no such attribute.
             EnvBatchError: Some broke.
         """
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
+            raise ConfigTypeError(f"an attribute's name must be a str, got {name!r}.")
         calls = {i: (slot, CALL, (name, *args)) for i, slot in enumerate(self._slots)}
         answers = self._call_each(calls, kwargs)
         if any(isinstance(answer, NoAttribute) for answer in answers):
@@ -323,6 +333,10 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
 
     def _unbatch(self, actions: Any) -> Sequence[Any]:
         if self._text:
+            if isinstance(actions, str) or not isinstance(actions, Sequence | np.ndarray):
+                raise ConfigTypeError(
+                    f"actions must be a tuple or list with one for each environment, got {actions!r}."
+                )
             return cast("Sequence[Any]", actions)
         return list(iterate(self.action_space, actions))
 
@@ -341,14 +355,14 @@ def _mask(mask: object, count: int) -> npt.NDArray[np.bool]:
     return array
 
 
-def _seeds(seed: int | Sequence[int | None] | None, count: int) -> Sequence[int | None]:
-    if seed is None:
-        return [None] * count
-    if isinstance(seed, int | np.integer):
-        return [int(seed) + i for i in range(count)]
-    if len(seed) != count:
-        raise ConfigError(f"expected {count} seeds, got {len(seed)}.")
-    return seed
+def _seeds(seed: object, count: int) -> Sequence[int | None]:
+    if isinstance(seed, list | tuple | np.ndarray):
+        each = list(cast("Sequence[object]", seed))
+        if len(each) != count:
+            raise ConfigError(f"expected {count} seeds, got {len(each)}.")
+        return [checked_seed(one) for one in each]
+    first = checked_seed(seed)
+    return [None if first is None else first + i for i in range(count)]
 
 
 def _raise_failures(answers: Mapping[int, object], count: int) -> None:

@@ -20,12 +20,15 @@ from gymnasium.error import ResetNeeded
 from gymllm.bridge import Finished, running_loop
 from gymllm.errors import (
     ClosedError,
+    ConfigTypeError,
     EnvCrashedError,
     EnvTimeoutError,
     EnvTypeError,
     UnsendableError,
 )
 from gymllm.limit import Limit, LimitWithin
+from gymllm.spaces import Unicode
+from gymllm.workers.given import checked_options, checked_seed
 from gymllm.workers.inline import InlineWorker
 from gymllm.workers.limits import Limits, PoolStats
 from gymllm.workers.supply import WorkerSupply
@@ -128,14 +131,15 @@ class Slot:
 
         Raises:
             EnvError: It broke; the slot is empty again.
+            ConfigError: The seed or the options can't be used; it is as it was.
             UnsendableError: An option can't be sent to its process; it is as it was.
             ClosedError: The slot was closed, perhaps meanwhile.
         """
+        seed, given = checked_seed(seed), checked_options(options)
         if self._worker is None:
             await self.start()
         worker = self._made("reset")
         self._stats.resets += 1
-        given = dict(options) if options else None
         return await _end(
             self._guarded(
                 "reset",
@@ -162,10 +166,13 @@ class Slot:
             ClosedError: The slot was closed, perhaps meanwhile.
 
         Raises:
+            ConfigTypeError: The action is no text, and the environment reads nothing else.
             ClosedError: The slot was closed.
             gymnasium.error.ResetNeeded: The slot is empty.
         """
         worker = self._made("step")
+        if type(action) is not str:
+            self.check_action(action)
         self._stats.steps += 1
         return self._guarded(
             "step",
@@ -174,6 +181,15 @@ class Slot:
             self._check_step,
             outer,
         )
+
+    def check_action(self, action: object) -> None:
+        """Raises `ConfigTypeError` for an action that the environment can't be given."""
+        reads_text = self._facts is not None and isinstance(self._facts.action_space, Unicode)
+        if reads_text and not isinstance(action, str):
+            raise ConfigTypeError(
+                f"{self._env_id}: the action must be a str, what an agent would write, got "
+                f"{_shown(action)} of type {type(action).__name__} (slot {self.index})."
+            )
 
     def forget(self) -> None:
         """Lets go of a worker whose loop is closed; one that runs on no loop of its own stays."""

@@ -477,6 +477,7 @@ async def test_settings_are_checked() -> None:
     [
         ({"num_envs": "3"}, "num_envs must be a whole number >= 1.*got '3' of type str"),
         ({"num_envs": 2.5}, r"num_envs must be a whole number.*got 2\.5 of type float"),
+        ({"worker": 3}, "Unknown worker '3'"),
         ({"num_envs": True}, "num_envs must be a whole number.*got True"),
         ({"make_env": None}, 'make_env must be an id such as "gymllm/FrozenLake-v0".*got None'),
         ({"make_env": gymnasium.Env()}, "give what makes it"),
@@ -486,7 +487,7 @@ async def test_settings_are_checked() -> None:
     ],
 )
 def test_settings_of_wrong_types_are_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigTypeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         gymllm.EnvPool(**{"make_env": LAKE, "num_envs": 1, **settings})
 
 
@@ -495,6 +496,49 @@ def test_make_vec_names_a_wrong_number_of_environments() -> None:
         gymnasium.make_vec(LAKE, num_envs="3")  # type: ignore[arg-type]  # what is tested
     pool = gymnasium.make_vec(LAKE, num_envs=cast("int", np.int64(2)))
     assert len(pool.reset(seed=0)[0]) == 2
+    pool.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seed": "7"}, "a seed must be a whole number >= 0 or None, got '7' of type str"),
+        ({"seed": -1}, "a seed must be >= 0, got -1"),
+        ({"options": [("a", 1)]}, "options must be a dict by the options' names"),
+        (7, r"the action must be a str.*got 7 of type int \(slot 0\)"),
+    ],
+)
+async def test_a_callers_mistake_breaks_no_episode(given: Any, message: str) -> None:
+    async with gymllm.EnvPool(LAKE, 1) as pool, pool.lease() as env:
+        await env.reset(seed=np.int64(1))  # type: ignore[arg-type]  # as good as an int
+        with pytest.raises(ConfigError, match=message):
+            await (env.reset(**given) if isinstance(given, dict) else env.step(given))
+        assert not (await env.step("right")).terminated
+        assert (pool.stats.built, pool.stats.resets, pool.stats.crashes) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda pool: pool.step("ab"), "actions must be a tuple or list .* got 'ab'"),
+        (lambda pool: pool.step({"left", "up"}), "actions must be a tuple or list"),
+        (lambda pool: pool.step(("right", 1)), r"got 1 of type int \(slot 1\)"),
+        (lambda pool: pool.reset(seed=[1, 2.5]), r"a seed must be a whole.* got 2\.5"),
+        (lambda pool: pool.reset(seed={1, 2}), "a seed must be a whole"),
+        (lambda pool: pool.reset(options=3), "options must be a dict"),
+        (lambda pool: pool.call(3), "name must be a str, got 3"),
+    ],
+)
+def test_a_mistake_with_a_batch_moves_no_environment(
+    wrong: Callable[[gymllm.EnvPool], object], message: str
+) -> None:
+    pool = gymllm.EnvPool(LAKE, 2)
+    pool.reset(seed=np.array([1, 2]))  # type: ignore[arg-type]  # as good as a list
+    with pytest.raises(ConfigTypeError, match=message):
+        wrong(pool)
+    assert (pool.stats.resets, pool.stats.steps) == (2, 0)
+    pool.step(("right", "right"))
     pool.close()
 
 
