@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from gymllm.engine import FloatArray, Generation, IntArray
 from gymllm.errors import LedgerError
 
+_Number = TypeVar("_Number", np.int32, np.float32)
+
+_FIRST_CAPACITY = 256
+"""Tokens there is room for at first."""
 NO_VERSION = -1
 """Version of a token that no policy made."""
 
@@ -40,33 +46,34 @@ class Segment:
 
 
 class TokenLedger:
-    """Collects one conversation's tokens. Single owner, not thread-safe."""
+    """Collects one conversation's tokens. Single owner, not thread-safe.
+
+    Appending costs what is appended, whatever is there already: the arrays grow by half when they are
+    full, and what is handed out are read-only views of them, which later appends can't change.
+    """
 
     def __init__(self) -> None:
         self._sealed: list[Segment] = []
-        self._ids: list[int] = []
-        self._mask: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
         self._generated = 0
+        self._clear()
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        """Ids of the current segment: the next request's prompt."""
-        return tuple(self._ids)
+    def ids(self) -> IntArray:
+        """Ids of the current segment, int32, shape [T], read-only: the next request's prompt."""
+        return _view(self._ids, self._length)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return self._length
 
     @property
     def last_is_generated(self) -> bool:
         """Whether the newest token was made by the policy."""
-        return bool(self._mask) and self._mask[-1] == 1
+        return self._length > 0 and bool(self._mask[self._length - 1])
 
     @property
     def last_id(self) -> int | None:
         """Id of the current segment's newest token; None while it is empty."""
-        return self._ids[-1] if self._ids else None
+        return int(self._ids[self._length - 1]) if self._length else None
 
     @property
     def generated(self) -> int:
@@ -77,10 +84,7 @@ class TokenLedger:
         """Appends tokens that the policy did not make (mask 0)."""
         if len(ids) and min(ids) < 0:
             raise LedgerError(f"token ids must be >= 0, got {min(ids)}.")
-        self._ids.extend(int(i) for i in ids)
-        self._mask.extend([0] * len(ids))
-        self._logprobs.extend([0.0] * len(ids))
-        self._versions.extend([NO_VERSION] * len(ids))
+        self._append(ids, 0, 0.0, NO_VERSION)
 
     def append_generation(self, generation: Generation, *, prompt_length: int) -> None:
         """Appends what the engine returned for the current segment's ids (mask 1).
@@ -94,10 +98,10 @@ class TokenLedger:
             LedgerError: The answer is to another prompt, or its arrays do not fit together.
         """
         n = len(generation.token_ids)
-        if prompt_length != len(self._ids):
+        if prompt_length != self._length:
             raise LedgerError(
                 f"the generation answers a prompt of {prompt_length} tokens, but the ledger holds "
-                f"{len(self._ids)}: append each answer before anything else."
+                f"{self._length}: append each answer before anything else."
             )
         if not (n == len(generation.logprobs) == len(generation.versions)):
             raise LedgerError(
@@ -112,29 +116,62 @@ class TokenLedger:
             raise LedgerError(f"token ids must be >= 0, got {int(generation.token_ids.min())}.")
         if (generation.versions < 0).any():
             raise LedgerError("a generation came with a policy version below 0.")
-        self._ids.extend(generation.token_ids.tolist())
-        self._mask.extend([1] * n)
+        self._append(generation.token_ids, 1, generation.logprobs, generation.versions)
         self._generated += n
-        self._logprobs.extend(generation.logprobs.tolist())
-        self._versions.extend(generation.versions.tolist())
 
     def start_segment(self) -> None:
         """Seals the current segment; the next append starts a new one. No-op while it is empty."""
-        if self._ids:
-            self._sealed.append(self._snapshot())
-            self._ids, self._mask, self._logprobs, self._versions = [], [], [], []
+        if self._length:
+            self._sealed.append(self._segment())
+            self._clear()
 
     def segments(self) -> tuple[Segment, ...]:
-        """Every segment so far, oldest first; copies, so later appends don't change them."""
-        return (*self._sealed, self._snapshot()) if self._ids else tuple(self._sealed)
+        """Every segment so far, oldest first; later appends don't change them."""
+        return (*self._sealed, self._segment()) if self._length else tuple(self._sealed)
 
-    def _snapshot(self) -> Segment:
-        segment = Segment(
-            ids=np.array(self._ids, np.int32),
-            mask=np.array(self._mask, np.int32),
-            logprobs=np.array(self._logprobs, np.float32),
-            versions=np.array(self._versions, np.int32),
+    def _clear(self) -> None:
+        self._length = 0
+        self._ids = np.empty(_FIRST_CAPACITY, np.int32)
+        self._mask = np.empty(_FIRST_CAPACITY, np.int32)
+        self._logprobs = np.empty(_FIRST_CAPACITY, np.float32)
+        self._versions = np.empty(_FIRST_CAPACITY, np.int32)
+
+    def _append(
+        self,
+        ids: Sequence[int] | IntArray,
+        mask: int,
+        logprobs: float | FloatArray,
+        versions: int | IntArray,
+    ) -> None:
+        start, end = self._length, self._length + len(ids)
+        if end > len(self._ids):
+            capacity = max(end, len(self._ids) * 3 // 2)
+            self._ids, self._mask = _grown(self._ids, capacity), _grown(self._mask, capacity)
+            self._logprobs = _grown(self._logprobs, capacity)
+            self._versions = _grown(self._versions, capacity)
+        self._ids[start:end] = ids
+        self._mask[start:end] = mask
+        self._logprobs[start:end] = logprobs
+        self._versions[start:end] = versions
+        self._length = end
+
+    def _segment(self) -> Segment:
+        length = self._length
+        return Segment(
+            ids=_view(self._ids, length),
+            mask=_view(self._mask, length),
+            logprobs=_view(self._logprobs, length),
+            versions=_view(self._versions, length),
         )
-        for array in (segment.ids, segment.mask, segment.logprobs, segment.versions):
-            array.flags.writeable = False
-        return segment
+
+
+def _grown(array: npt.NDArray[_Number], capacity: int) -> npt.NDArray[_Number]:
+    grown = np.empty(capacity, array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+def _view(array: npt.NDArray[_Number], length: int) -> npt.NDArray[_Number]:
+    view = array[:length]
+    view.flags.writeable = False
+    return view

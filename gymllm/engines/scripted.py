@@ -90,7 +90,8 @@ class ScriptedEngine:
                 f"of {self._context_length}. Shorten the prompt or raise context_length."
             )
         sampling = request.sampling
-        prompt = self._codec.decode(request.prompt_ids, skip_special=False)
+        ids = [int(i) for i in request.prompt_ids]
+        prompt = self._codec.decode(ids, skip_special=False)
         try:
             text = self._reply(prompt, np.random.default_rng(sampling.seed))
         except Exception as error:

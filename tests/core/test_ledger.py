@@ -36,8 +36,8 @@ def test_context_has_mask_0_and_generation_mask_1():
 
 def test_what_is_known_of_the_newest_token():
     ledger = TokenLedger()
-    assert (ledger.ids, len(ledger), ledger.last_id, ledger.last_is_generated) == (
-        (),
+    assert (ledger.ids.tolist(), len(ledger), ledger.last_id, ledger.last_is_generated) == (
+        [],
         0,
         None,
         False,
@@ -56,7 +56,7 @@ def test_an_answer_to_another_prompt_is_refused(prompt_length):
     ledger.append_context([1, 2])
     with pytest.raises(LedgerError, match=f"prompt of {prompt_length} tokens.*holds 2"):
         ledger.append_generation(generation([7]), prompt_length=prompt_length)
-    assert ledger.ids == (1, 2)
+    assert ledger.ids.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,16 @@ def test_a_generations_arrays_are_not_shared():
     answer = generation([7])
     ledger.append_generation(answer, prompt_length=0)
     answer.token_ids[0] = 1
-    assert ledger.ids == (7,)
+    assert ledger.ids.tolist() == [7]
+
+
+def test_what_was_handed_out_never_changes():
+    """The arrays grow underneath: views of them must not."""
+    ledger = TokenLedger()
+    taken: list[tuple[object, list[int]]] = []
+    for i in range(300):
+        ledger.append_context([i] * (i % 7))
+        taken.append((ledger.ids, ledger.ids.tolist()))
+    assert all(view.tolist() == was for view, was in taken)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="read-only"):
+        ledger.ids[0] = 1

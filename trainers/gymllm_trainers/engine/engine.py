@@ -127,7 +127,7 @@ class JaxEngine:
             EngineError: The prompt is empty or has ids outside the vocabulary, or the engine broke.
             ClosedError: The engine was closed before.
         """
-        prompt = list(request.prompt_ids)
+        prompt = [int(i) for i in request.prompt_ids]
         self._check(prompt, request.request_id)
         loop = asyncio.get_running_loop()
         ticket = _Ticket(
