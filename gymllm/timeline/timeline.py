@@ -86,7 +86,9 @@ class Timeline:
             except RuntimeError:  # another thread appended while the deque was copied
                 continue
         now = time.perf_counter_ns()
-        return [Span(*span) for span in held] + [clock.open_span(now) for clock in self._clocks.values()]
+        return [Span(*span) for span in held] + [
+            clock.open_span(now) for clock in self._clocks.values()
+        ]
 
 
 class ResourceClock:
