@@ -25,6 +25,7 @@ from gymllm_agents.tokenizer import Tokenizer as Tokenizer
 from gymllm_agents.tokenizer_training import train_tokenizer as train_tokenizer
 from gymllm_agents.tool_agent import ToolAgent as ToolAgent
 from gymllm_agents.tool_agent import ToolConfig as ToolConfig
+from gymllm_agents.tools import McpServer as McpServer
 from gymllm_agents.tools import Tool as Tool
 from gymllm_agents.tools import ToolError as ToolError
 from gymllm_agents.tools import ToolResult as ToolResult
@@ -39,6 +40,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
     "ConversationAgent",
     "ConversationConfig",
     "HermesParser",
+    "McpServer",
     "PARSERS",
     "ParsedReply",
     "PlainParser",

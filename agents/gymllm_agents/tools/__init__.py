@@ -11,6 +11,7 @@ mcp                     the tools of an MCP server
 from gymllm_agents.tools.calculator import calculate as calculate
 from gymllm_agents.tools.calculator import calculator as calculator
 from gymllm_agents.tools.function_tool import tool as tool
+from gymllm_agents.tools.mcp import McpServer as McpServer
 from gymllm_agents.tools.run_calls import run_calls as run_calls
 from gymllm_agents.tools.tool import Tool as Tool
 from gymllm_agents.tools.tool import ToolError as ToolError

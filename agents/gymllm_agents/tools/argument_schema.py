@@ -36,18 +36,25 @@ def argument_schema(arguments: type[BaseModel]) -> ToolSchema:
     Raises:
         PydanticInvalidForJsonSchema: A type has no JSON form.
     """
-    raw = cast(Json, arguments.model_json_schema(schema_generator=QuietSchema))
-    definitions = cast(dict[str, Json], raw.pop("$defs", {}))
-    kept: dict[str, Json] = {}
-    tidy = _tidy(raw, definitions, kept, ())
+    tidy = tidy_schema(cast(Json, arguments.model_json_schema(schema_generator=QuietSchema)))
     schema: Json = {
         "type": "object",
         "properties": tidy.get("properties", {}),
         "required": tidy.get("required", []),
     }
+    return schema | {key: value for key, value in tidy.items() if key == "$defs"}
+
+
+def tidy_schema(schema: Mapping[str, object]) -> Json:
+    """A copy of a JSON schema: definitions where they are used, no titles, no null by default."""
+    raw = dict(schema)
+    raw.pop("$schema", None)
+    definitions = cast(dict[str, Json], raw.pop("$defs", {}))
+    kept: dict[str, Json] = {}
+    tidy = _tidy(raw, definitions, kept, ())
     if kept:
-        schema["$defs"] = {name: kept[name] for name in sorted(kept)}
-    return schema
+        tidy["$defs"] = {name: kept[name] for name in sorted(kept)}
+    return tidy
 
 
 def _tidy(
@@ -56,8 +63,10 @@ def _tidy(
     """A copy. `kept` gathers the definitions that stay; `inside` names those being written out."""
     schema = dict(schema)
     reference = schema.pop("$ref", None)
-    if isinstance(reference, str):
-        name = reference.removeprefix(_PREFIX)
+    name = reference.removeprefix(_PREFIX) if isinstance(reference, str) else ""
+    if name and name not in definitions:
+        schema["$ref"] = reference  # to somewhere else, in a server's schema
+    elif name:
         if name in inside or name in kept:
             if name not in kept:
                 kept[name] = {}  # before the walk, which meets the name again

@@ -156,17 +156,10 @@ class Tool:
 
     def _checked(self, arguments: Mapping[str, object]) -> Mapping[str, object]:
         """The arguments, if their names and top-level types are those of the schema."""
+        check_names(self.name, self.parameters, arguments)
         properties = cast(Mapping[str, object], self.parameters.get("properties", {}))
-        required = cast(list[str], self.parameters.get("required", []))
-        for name in required:
-            if name not in arguments:
-                raise ToolError(f"{self.name} needs the argument {name!r}.")
         for name, value in arguments.items():
-            if name not in properties:
-                if self.parameters.get("additionalProperties"):
-                    continue
-                raise ToolError(unknown_argument(self.name, name, list(properties)))
-            described = properties[name]
+            described = properties.get(name)
             expected: object = None
             if isinstance(described, Mapping):
                 expected = cast(Mapping[str, object], described).get("type")
@@ -175,6 +168,23 @@ class Tool:
             if types is not None and (wrong_bool or not isinstance(value, types)):
                 raise ToolError(f"the argument {name!r} of {self.name} must be of type {expected}.")
         return arguments
+
+
+def check_names(tool: str, parameters: ToolSchema, arguments: Mapping[str, object]) -> None:
+    """Checks that the required arguments are there and no unknown ones.
+
+    Raises:
+        ToolError: They are not.
+    """
+    properties = cast(Mapping[str, object], parameters.get("properties", {}))
+    for name in cast(list[str], parameters.get("required", [])):
+        if name not in arguments:
+            raise ToolError(f"{tool} needs the argument {name!r}.")
+    if parameters.get("additionalProperties") or parameters.get("patternProperties"):
+        return
+    for name in arguments:
+        if name not in properties:
+            raise ToolError(unknown_argument(tool, name, list(properties)))
 
 
 def unknown_argument(tool: str, name: str, known: list[str]) -> str:
