@@ -23,7 +23,7 @@ import numpy as np
 
 from gymllm.bridge import Finished, start_sync
 from gymllm.workers.frames import NOTHING, FrameReader, encode, send
-from gymllm.workers.worker import CANCEL, EnvFacts, MakeEnv, RemoteTrace, Request, invoke
+from gymllm.workers.worker import CANCEL, EnvFacts, MakeEnv, RemoteTrace, Request, invoke, made_by
 
 
 class Seat:
@@ -38,7 +38,7 @@ class Seat:
         """Does what is asked for."""
         if method == "start":
             make_env: MakeEnv = pickle.loads(args[0])  # made by cloudpickle
-            self._env = env = make_env()
+            self._env = env = made_by(make_env)
             return EnvFacts.of(env)
         env = self._env
         if method == "close":

@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 
 from gymllm.bridge import Finished, run_sync, start_sync
-from gymllm.workers.worker import EnvFacts, MakeEnv, invoke
+from gymllm.workers.worker import EnvFacts, MakeEnv, invoke, made_by
 
 
 class InlineWorker:
@@ -30,7 +30,7 @@ class InlineWorker:
         return start_sync(self._make)
 
     def _make(self) -> EnvFacts:
-        self._env = env = self._make_env()
+        self._env = env = made_by(self._make_env)
         return EnvFacts.of(env)
 
     def call(

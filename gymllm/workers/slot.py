@@ -295,17 +295,22 @@ class Slot:
         """Waits for a call within its limit and says by the exception's type how it ended."""
         problem: BaseException
         loop = running_loop() if outer is None else outer.loop
-        cancellations = _cancellations(loop)
+        task = asyncio.current_task(loop) if loop is not None else None
+        cancellations = task.cancelling() if task is not None else 0
         with Limit(limit_s) if outer is None else outer.within(limit_s) as limit:
             self._limit = limit
             try:
                 return await operation
-            except (KeyboardInterrupt, GeneratorExit):
+            except KeyboardInterrupt:
                 raise
+            except GeneratorExit as error:
+                if task is None or asyncio.current_task(loop) is not task:
+                    raise  # we are thrown away
+                problem = error  # the environment raised it
             except Exception as error:
                 if isinstance(error, EnvTypeError | Unsendable) and not limit.passed:
                     raise  # `Env` has looked at the answer already; or it was never asked
-                if not limit.passed and _cancellations(loop) > cancellations:
+                if not limit.passed and task is not None and task.cancelling() > cancellations:
                     # It answered its caller's cancellation with an exception of its own.
                     self._stats.cancelled += 1
                     raise asyncio.CancelledError from error
@@ -315,7 +320,8 @@ class Slot:
                 # On asyncio it can be told whether anybody cancelled us, or the environment raised it.
                 stray = not cancelled or (
                     isinstance(error, asyncio.CancelledError)
-                    and _cancellations(loop) == cancellations
+                    and task is not None
+                    and task.cancelling() == cancellations
                 )
                 if limit.passed or not stray:
                     self._stats.cancelled += not limit.passed
@@ -387,12 +393,6 @@ def _summary(problem: BaseException) -> str:
 
 
 _LIMITS = {"start": "start_timeout_s", "reset": "reset_timeout_s"}
-
-
-def _cancellations(loop: asyncio.AbstractEventLoop | None) -> int:
-    """How often the current task of asyncio's loop was asked to cancel; 0 elsewhere."""
-    task = asyncio.current_task(loop) if loop is not None else None
-    return task.cancelling() if task is not None else 0
 
 
 def check_reset(answer: object, *, text: bool = True) -> tuple[Any, dict[str, object]]:

@@ -22,7 +22,7 @@ import gymnasium
 
 from gymllm.bridge import Finished, Inbox, LoopRunner, Reply, current_host, running_loop, start_sync
 from gymllm.env import Env
-from gymllm.workers.worker import EnvFacts, MakeEnv, invoke
+from gymllm.workers.worker import EnvFacts, MakeEnv, invoke, made_by
 
 CANCEL_GRACE_S = 0.1
 """How long a cancelled call may take to clean up before its thread counts as lost."""
@@ -162,7 +162,7 @@ class ThreadWorker:
 
     def _serve(self, call: _Call) -> object:
         if call.method == "start":
-            self._env = env = self._make_env()
+            self._env = env = made_by(self._make_env)
             if isinstance(env.unwrapped, Env) and env.unwrapped.waits:
                 self._runner = LoopRunner()
             return EnvFacts.of(env)
@@ -209,7 +209,8 @@ def _answer(call: _Call, value: object) -> None:
 
 def _fail(call: _Call, error: BaseException) -> None:
     call.ended = True
-    if isinstance(error, StopIteration):  # which no future takes
+    # No future takes the first, and the others would end more than this call.
+    if isinstance(error, StopIteration | GeneratorExit | KeyboardInterrupt):
         error = RuntimeError(f"{type(error).__name__} was raised: {error}")
     if not call.abandoned:
         call.reply.fail(error)

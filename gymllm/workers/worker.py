@@ -14,6 +14,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
 from gymllm.bridge import Finished
+from gymllm.errors import EnvTypeError
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,19 @@ MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
 """Makes one environment, wrappers included."""
 
 
+def made_by(make_env: MakeEnv) -> gymnasium.Env[Any, Any]:
+    """What `make_env` makes.
+
+    Raises:
+        EnvTypeError: It is no environment.
+    """
+    env = cast("object", make_env())
+    if isinstance(env, gymnasium.Env):
+        return cast("gymnasium.Env[Any, Any]", env)
+    hint = "; call the class, to make one of it" if isinstance(env, type) else ""
+    raise EnvTypeError(f"what makes environments must return a gymnasium.Env, got {env!r}{hint}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvFacts:
     """What a pool knows of an environment without having it in its own process."""
@@ -49,7 +63,7 @@ class EnvFacts:
             observation_space=env.observation_space,
             action_space=env.action_space,
             render_mode=env.render_mode,
-            metadata=dict(env.metadata),
+            metadata=dict(env.metadata or {}),
         )
 
 

@@ -169,6 +169,55 @@ async def test_async_hang_is_cancelled_and_its_finally_ran(what: str, worker: st
         assert pool.stats.abandoned_threads == 0
 
 
+class Unruly(Faulty):
+    """Waits a moment, then raises what would end more than a step."""
+
+    def __init__(self, kind: type[BaseException]) -> None:
+        super().__init__([])
+        self.kind = kind
+
+    async def astep(self, action: str) -> Any:
+        await asyncio.sleep(0)
+        raise self.kind
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("worker", "kind"),
+    [("inline", GeneratorExit), ("thread", GeneratorExit), ("thread", KeyboardInterrupt)],
+)
+async def test_what_would_end_the_loop_is_a_crash(worker: str, kind: type[BaseException]) -> None:
+    async with (
+        gymllm.EnvPool(lambda: Unruly(kind), 2, worker=worker) as pool,
+        pool.lease() as env,
+        pool.lease() as sibling,
+    ):
+        await env.reset()
+        await sibling.reset()
+        with pytest.raises(EnvCrashedError, match=f"step: raised .*{kind.__name__}"):
+            await env.step("now")
+        assert await env.reset(seed=2) == ("seed 2", {})
+        assert pool.stats.crashes == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("worker", ["inline", "thread", "process"])
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("None", "must return a gymnasium.Env, got None"),
+        ("dict", "got <class 'dict'>; call the class"),
+    ],
+)
+async def test_what_makes_no_environment_is_named(worker: str, made: str, message: str) -> None:
+    def make() -> Any:
+        return {"None": None, "dict": dict}[made]
+
+    async with gymllm.EnvPool(make, 1, worker=worker) as pool, pool.lease() as env:
+        with pytest.raises(EnvTypeError, match=message):
+            await env.reset()
+
+
 @pytest.mark.asyncio
 async def test_blocking_env_is_abandoned_in_its_thread_and_replaced() -> None:
     gate = threading.Event()
