@@ -152,12 +152,15 @@ def children() -> set[str]:
 
 @asynccontextmanager
 async def pool_of(
-    tmp_path: Path, num_envs: int = 1, **settings: Any
+    tmp_path: Path,
+    num_envs: int = 1,
+    kind: Callable[[Path], gymllm.Env] = Misbehaving,
+    **settings: Any,
 ) -> AsyncIterator[tuple[gymllm.EnvPool, Callable[[], list[str]]]]:
     """A pool of `Misbehaving` and its notes; the whole test within a limit."""
     notes = tmp_path / "notes"
     notes.touch()
-    pool = gymllm.EnvPool(lambda: Misbehaving(notes), num_envs, worker="process", **settings)
+    pool = gymllm.EnvPool(lambda: kind(notes), num_envs, worker="process", **settings)
     with anyio.fail_after(30):
         try:
             yield pool, lambda: notes.read_text().splitlines()
@@ -197,6 +200,14 @@ async def test_a_fault_is_named_and_the_env_replaced(
         assert (pool.stats.built, pool.stats.rebuilt) == (2, 1)
 
 
+class ReadsAnything(Misbehaving):
+    """Its actions need not be texts."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__(notes)
+        self.action_space = gymnasium.spaces.Discrete(2)  # type: ignore[assignment]  # see above
+
+
 class OnlyHere:
     """Can be pickled, and not be made of that again."""
 
@@ -214,7 +225,7 @@ class OnlyHere:
 async def test_what_cant_be_sent_is_its_givers_mistake_and_the_env_lives_on(
     tmp_path: Path, value: Any, message: str
 ) -> None:
-    async with pool_of(tmp_path) as (pool, _), pool.lease() as env:
+    async with pool_of(tmp_path, kind=ReadsAnything) as (pool, _), pool.lease() as env:
         _, info = await env.reset(seed=1)
         with pytest.raises(UnsendableError, match=f"step: can't send the action {message}"):
             await env.step(value)
@@ -227,7 +238,7 @@ async def test_what_cant_be_sent_is_its_givers_mistake_and_the_env_lives_on(
 
 
 async def test_what_cant_be_sent_cuts_off_no_other_call(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, 2) as (pool, _):
+    async with pool_of(tmp_path, 2, ReadsAnything) as (pool, _):
         await anyio.to_thread.run_sync(lambda: pool.reset(seed=1))
         with pytest.raises(UnsendableError, match=r"the action .*lock.*\(slot 1\)"):
             await anyio.to_thread.run_sync(lambda: pool.step(("fine", threading.Lock())))
