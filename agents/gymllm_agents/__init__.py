@@ -30,6 +30,7 @@ from gymllm_agents.tools import Tool as Tool
 from gymllm_agents.tools import ToolError as ToolError
 from gymllm_agents.tools import ToolResult as ToolResult
 from gymllm_agents.tools import calculator as calculator
+from gymllm_agents.tools import local_search as local_search
 from gymllm_agents.tools import run_calls as run_calls
 from gymllm_agents.tools import tool as tool
 
@@ -55,6 +56,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
     "ToolResult",
     "UnreadableCall",
     "calculator",
+    "local_search",
     "make_parser",
     "run_calls",
     "tool",

@@ -13,6 +13,7 @@ from gymllm_agents.tools.calculator import calculator as calculator
 from gymllm_agents.tools.function_tool import tool as tool
 from gymllm_agents.tools.mcp import McpServer as McpServer
 from gymllm_agents.tools.run_calls import run_calls as run_calls
+from gymllm_agents.tools.search import local_search as local_search
 from gymllm_agents.tools.tool import Tool as Tool
 from gymllm_agents.tools.tool import ToolError as ToolError
 from gymllm_agents.tools.tool import ToolFunction as ToolFunction
