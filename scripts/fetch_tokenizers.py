@@ -179,8 +179,8 @@ PACKAGES: dict[str, Package] = {
             "vendor/llama.cpp/models/templates/GLM-4.6.jinja": (
                 "8804f445c761b9f259e3c1126a579d481a22ca09b2a3d32bcc4eb91bc36e0301"
             ),
-            "vendor/llama.cpp/models/templates/Kimi-K2-Instruct.jinja": (
-                "1d396d5b128cdb9b2a4ef73434fa08d31c75604a11daa77bcb4b622d32dddd41"
+            "vendor/llama.cpp/models/templates/moonshotai-Kimi-K2.jinja": (
+                "9fcc72b7c248a72020c81f70bb652f3094d18a750c93ca35dfcb3cf5fe23ff53"
             ),
             "vendor/llama.cpp/models/ggml-vocab-qwen2.gguf.inp": (
                 "be0a11f7071f0c67d3053a2d377d8f35f0dbcb77ff11a60300fb57d36b477cf0"
@@ -1034,7 +1034,7 @@ FAMILIES: dict[str, Family] = {
             folders,
             _KIMI_SPECIAL,
             _KIMI_MARKUP,
-            template="Kimi-K2-Instruct",
+            template="moonshotai-Kimi-K2",
             eos="[EOS]",
             stops="<|im_end|>",
             pad="[PAD]",
