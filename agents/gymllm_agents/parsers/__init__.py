@@ -4,6 +4,7 @@ said            what a parser is given, and what it makes of it
 markup          finds markup in a reply, and walks from mark to mark
 json_calls, python_calls, argument_types    what is between the marks
 hermes, qwen, llama, gemma, deepseek, mistral, glm, kimi, gpt_oss    a family each
+dsml            the later form of DeepSeek models
 json_form, plain                            forms for models that have none
 """
 

@@ -1,4 +1,7 @@
-"""The forms of DeepSeek V3, R1 and V3.1: control tokens around a name and JSON arguments."""
+"""The forms of DeepSeek models: V3, R1 and V3.1 put control tokens around a name and JSON arguments.
+
+Those of later versions are in `dsml`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from typing import final
 
 from gymllm.message import ToolCall
 from gymllm_agents.chat_template import ToolSchema
+from gymllm_agents.parsers import dsml
 from gymllm_agents.parsers.json_calls import call_named, read_arguments, tell, unreadable
 from gymllm_agents.parsers.markup import Marks, Reader
 from gymllm_agents.parsers.said import ParsedReply, Said, UnreadableCall
 
 _SECTION, _END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _OPEN, _SEPARATOR, _CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_MARKS = Marks(_SECTION, _END_SECTION, _OPEN, _SEPARATOR, _CLOSE)
+_MARKS = Marks(_SECTION, _END_SECTION, _OPEN, _SEPARATOR, _CLOSE, *dsml.MARKS, core=dsml.TOKEN)
 _EXPECTED = f"{_OPEN}<name>{_SEPARATOR}<object of arguments>{_CLOSE}"
 _FENCED = re.compile(r"\s*+([^\s{]++)\s*+(?:```(?:json)?+)?+")
 _END_FENCE = re.compile(r"\s*+```")
@@ -23,7 +27,8 @@ _END_FENCE = re.compile(r"\s*+```")
 @final
 class DeepSeekParser:
     """V3.1's `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, and V3's and R1's, where
-    "function" stands for the name, which follows the separator, and the arguments are in a fence.
+    "function" stands for the name, which follows the separator, and the arguments are in a fence; and
+    the tags of V3.2 and V4.
     """
 
     from_template = True
@@ -31,9 +36,11 @@ class DeepSeekParser:
     def parse(self, said: Said) -> ParsedReply:
         """Reads a reply. Calls outside of a section are read, too."""
         reader = Reader(said, _MARKS)
-        while mark := reader.advance(_SECTION, _OPEN, _END_SECTION):
+        while mark := reader.advance(_SECTION, _OPEN, _END_SECTION, dsml.INVOKE, *dsml.SECTIONS):
             if mark == _OPEN:
                 reader.calls.append(_read_call(reader))
+            elif mark == dsml.INVOKE:
+                reader.calls.append(dsml.read_invoke(reader))
         return reader.reply()
 
     def instructions(self, tools: Sequence[ToolSchema]) -> str:

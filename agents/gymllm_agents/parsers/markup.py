@@ -18,28 +18,43 @@ THINK: Mapping[str, str] = {"<think>": "</think>"}
 """The marks of a thought in most families: what opens it, what closes it."""
 
 
+class Mark(NamedTuple):
+    """Markup in a reply: what, and where."""
+
+    text: str
+    start: int
+    end: int
+
+
 @final
 class Marks:
     """What counts as markup in a family."""
 
-    def __init__(self, *marks: str, thoughts: Mapping[str, str] = THINK, label: str = "") -> None:
+    def __init__(
+        self, *marks: str, thoughts: Mapping[str, str] = THINK, label: str = "", core: str = ""
+    ) -> None:
         """Takes literal texts.
 
         Args:
             marks: Those of calls.
             thoughts: Those of thoughts: closing ones by opening ones.
             label: What is written at the start of each thought and is not part of it.
+            core: The control token in those marks that hold one and are not themselves one.
         """
         every = {*marks, *thoughts, *thoughts.values()}
         longest_first = sorted(every, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self.thoughts, self.label = thoughts, label
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self.thoughts, self.label, self._core = thoughts, label, core
 
-
-class _Mark(NamedTuple):
-    text: str
-    start: int
-    end: int
+    def found_in(self, said: Said) -> list[Mark]:
+        """The marks of a reply; those that are spelt out, though there is a token for them, are none."""
+        controls, found = frozenset(said.controls), list[Mark]()
+        for match in self._pattern.finditer(said.text):
+            text, start = match.group(), match.start()
+            token = self._core if self._core and self._core in text else text
+            if token not in said.vocabulary or start + text.index(token) in controls:
+                found.append(Mark(text, start, match.end()))
+        return found
 
 
 @final
@@ -53,12 +68,7 @@ class Reader:
         self.calls: list[ToolCall | UnreadableCall] = []
         self._kept: list[str] = []
         self._thought: list[str] = []
-        controls = frozenset(said.controls)
-        self._marks = [
-            _Mark(found.group(), *found.span())
-            for found in marks.pattern.finditer(said.text)
-            if found.start() in controls or found.group() not in said.vocabulary
-        ]
+        self._marks = marks.found_in(said)
         self._next = 0  # the first mark that starts at `position` or behind it
         self._thoughts, self._label = marks.thoughts, marks.label
         if said.in_thought and self._thoughts:

@@ -61,6 +61,12 @@ DEEPSEEK_V31 = (
     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{"text": "5", "count": 2}'
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 )
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="find">\n'
+    '<｜DSML｜parameter name="text" string="true">5</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="count" string="false">2</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+)
 MISTRAL_LIST = (
     '[TOOL_CALLS][{"name": "find", "arguments": {"text": "5", "count": 2}, "id": "abcdefghi"}]'
 )
@@ -93,6 +99,9 @@ JSON = '{"name": "find", "arguments": {"text": "5", "count": 2}}'
         ("glm", GLM.replace("\n", "")),
         ("deepseek", DEEPSEEK_V3),
         ("deepseek", DEEPSEEK_V31),
+        ("deepseek", DSML),
+        ("deepseek", DSML.replace("function_calls", "tool_calls")),
+        ("deepseek", DSML.replace(' string="true"', "")),
         ("deepseek", DEEPSEEK_V3.replace("```<", "```\n<")),
         ("deepseek", DEEPSEEK_V31.removesuffix("<｜tool▁call▁end｜><｜tool▁calls▁end｜>")),
         ("mistral", MISTRAL_LIST.replace(', "id": "abcdefghi"', "")),
@@ -271,6 +280,9 @@ def test_tokens_of_gemma_hold_nested_values():
         ("deepseek", DEEPSEEK_V31.replace("2}", "2"), "is not JSON", "find"),
         ("deepseek", DEEPSEEK_V3.replace("<｜tool▁sep｜>", ""), "lacks its <｜tool▁sep｜>", None),
         ("deepseek", DEEPSEEK_V31.replace("find", ""), "has no name", ""),
+        ("deepseek", DSML.replace(">2<", ">many<"), "is not JSON", "find"),
+        ("deepseek", DSML.replace("</｜DSML｜invoke>", ""), "lacks a </｜DSML｜parameter>", "find"),
+        ("deepseek", DSML.replace('"find"', '""'), "has no name", ""),
         ("mistral", MISTRAL.replace("2}", "2"), "is not JSON", "find"),
         ("mistral", MISTRAL_LIST.replace('"id"', "id"), "is not JSON", ""),
         ("mistral", "[TOOL_CALLS][]", "is no list of calls", ""),
@@ -438,6 +450,20 @@ def test_the_prompt_may_have_opened_the_thought(name, opened, closed):
     reply = make_parser(name).parse(cut)
     assert (reply.text, reply.calls) == ("", ())
     assert reply.reasoning.startswith("Hm. ")
+
+
+@pytest.mark.parametrize(
+    "spelt", ["</｜DSML｜parameter>\n</｜DSML｜invoke>", "<｜DSML｜tool_calls>"]
+)
+def test_tags_that_hold_a_token_count_where_it_was_generated(spelt):
+    text = DSML.replace(">5<", f">{spelt}<")
+    starts = [i for i in range(len(text)) if text.startswith("｜DSML｜", i)]
+    place = text.index(spelt)
+    controls = tuple(i for i in starts if not place <= i < place + len(spelt))
+    said = Said(text=text, controls=controls, vocabulary=frozenset({"｜DSML｜"}))
+    assert make_parser("deepseek").parse(said).calls == (call(text=spelt, count=2),)
+    none = Said(text=text, vocabulary=frozenset({"｜DSML｜"}))
+    assert make_parser("deepseek").parse(none).text == text
 
 
 def test_a_thought_that_is_spelt_out_is_text():

@@ -39,6 +39,11 @@ ARGUMENTS = [
     {},
 ]
 THOUGHT = "First, find."
+OPENED = (
+    *("<think>\n", "<think>", "<think>\n</think>", "<think></think>"),
+    "<|channel>thought\n<channel|>",
+)
+"""What a prompt may end with; some templates write it otherwise when the answer is known."""
 
 # The template, its parser, what it writes behind an assistant's turn, and what it can't write:
 # "many" calls, a "thought", "text" beside a call.
@@ -56,6 +61,8 @@ TEMPLATES = [
     ("Kimi-K2-Instruct", "kimi", "<|im_end|>", "thought"),
     ("Kimi-K2-Thinking", "kimi", "<|im_end|>", ""),
     ("deepseek-ai-DeepSeek-V3.1", "deepseek", "<｜end▁of▁sentence｜>", "thought"),
+    ("deepseek-ai-DeepSeek-V3.2", "deepseek", "<｜end▁of▁sentence｜>", "thought"),
+    ("deepseek-ai-DeepSeek-V4", "deepseek", "<｜end▁of▁sentence｜>", "thought"),
     ("llama-cpp-deepseek-r1", "deepseek", "<｜end▁of▁sentence｜>", "thought text"),
     ("mistralai-Mistral-Nemo-Instruct-2407", "mistral", "</s>", "thought text"),
     ("Mistral-Small-3.2-24B-Instruct-2506", "mistral", "</s>", "thought text"),
@@ -116,7 +123,7 @@ def test_what_a_template_writes_is_read_back(template, name, stop, cannot, wante
         answer |= {"reasoning_content": THOUGHT, "thinking": THOUGHT}
     question: dict[str, object] = {"role": "user", "content": "Find it."}
     prompt = render(source, [question], prompt=True)
-    for opened in ("<think>\n", "<think>", "<think>\n</think>", "<|channel>thought\n<channel|>"):
+    for opened in OPENED:
         prompt = prompt.removesuffix(opened)
     whole = render(source, [question, answer], prompt=False)
     assert whole.startswith(prompt.rstrip("\n"))
