@@ -90,6 +90,7 @@ class McpServer:
         self._connect_timeout_s, self._reconnect_tries = connect_timeout_s, reconnect_tries
         self._group: anyio.abc.TaskGroup | None = None
         self._connection: Connection | None = None
+        self._retired: list[Connection] = []
         self._tools: tuple[Tool, ...] = ()
 
     @property
@@ -148,9 +149,11 @@ class McpServer:
 
     async def _close(self) -> None:
         group, self._group = self._group, None
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        connections, self._retired = [*self._retired, self._connection], []
+        self._connection = None
+        for connection in connections:
+            if connection is not None:
+                connection.close()
         if group is not None:
             # Not told of the block's own error, which it would put into a group.
             await group.__aexit__(None, None, None)
@@ -168,6 +171,10 @@ class McpServer:
             url=self._url,
             headers=self._headers,
         )
+        # One that is over may still wait for the answer to a call that went well.
+        if self._connection is not None:
+            self._retired.append(self._connection)
+        self._retired = [connection for connection in self._retired if not connection.gone.is_set()]
         self._connection = Connection(source, timeout_s=self._connect_timeout_s, tries=tries)
         self._group.start_soon(self._connection.hold, name=f"mcp: {self._label}")
         return self._connection

@@ -83,13 +83,15 @@ class Connection:
         self.tools: tuple[Described, ...] = ()
         self.ready = anyio.Event()
         """Set when it is connected, or failed to."""
+        self.gone = anyio.Event()
+        """Set when nothing is left of it."""
         self.failure = ""
         """Why it could not connect, or was lost; empty else."""
         self.over = False
         """Not to be used for another call."""
         self._source, self._timeout_s, self._tries = source, timeout_s, tries
         self._client: Client | None = None
-        self._stop, self._gone = anyio.Event(), anyio.Event()
+        self._stop = anyio.Event()
         self._scope: anyio.CancelScope | None = None
         self._in_flight = 0
         self._refused = False
@@ -115,7 +117,7 @@ class Connection:
         finally:
             self.over, self._client, self._log = True, None, None
             self.ready.set()
-            self._gone.set()
+            self.gone.set()
 
     def close(self) -> None:
         """Ends it; `hold` returns when all is closed."""
@@ -156,7 +158,7 @@ class Connection:
             self.over = True
             if not terminated:
                 with anyio.move_on_after(END_S):
-                    await self._gone.wait()
+                    await self.gone.wait()
             raise ConnectionLostError(unsent=terminated or self._refused) from error
         except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
             self.over = True

@@ -134,7 +134,8 @@ class Tool:
             return as_text(await _finished(self.function(converted)))
         if self._places is not None and not await self._places.take():
             raise ToolError(
-                f"{self.name} can't run: all of its {self._places.total} threads hang in earlier calls."
+                f"{self.name} can't run: all threads it may have ({self._places.total}) hang in "
+                "earlier calls."
             )
         with anyio.move_on_after(self.timeout_s):
             return await self._run(converted)

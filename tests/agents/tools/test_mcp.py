@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import anyio
@@ -119,14 +123,15 @@ async def test_the_tools_of_a_server_work(transport, tmp_path):
 
         # Cancelling a call, or its running out of time, leaves the session as it was.
         started = tmp_path / "started"
+        pid = 0
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as group:
                 group.start_soon(tools["hang"], {"started": str(started)})
                 await until(lambda: content(started))
-                pid = content(started)
+                pid = int(content(started))
                 scope.cancel()
         assert (await tools["echo"]({"text": "alive"})).text == "alive"
-        assert str(await pid_of(server)) == pid
+        assert await pid_of(server) == pid
         await until(lambda: content(started) == "cancelled")  # the server is told of it, too
 
 
@@ -155,6 +160,9 @@ async def test_a_process_that_dies_fails_its_calls_and_the_next_one_starts_anoth
         assert pids[0] != int(first)
         os.kill(pids[0], signal.SIGKILL)
         await until(lambda: not running(pids[0]))
+        # Who asks first may not have the time; the process starts all the same, and once.
+        hasty = replace(tools["process"], timeout_s=0.05)
+        assert (await hasty({})).text == "Error: process took longer than 0.05 s."
         assert await pid_of(server) not in (int(first), pids[0])
         last = await pid_of(server)
     assert not running(last)
@@ -172,12 +180,12 @@ async def test_an_http_server_that_dies_and_comes_back(tmp_path, monkeypatch):
         server = McpServer(url=f"http://127.0.0.1:{port}/mcp", headers={"X-Token": "secret"})
         await server.__aenter__()
         tools = named(server)
+        results = []
+
+        async def call() -> None:
+            results.append(await tools["hang"]({"started": str(tmp_path / "started")}))
+
         async with anyio.create_task_group() as group:
-            results = []
-
-            async def call() -> None:
-                results.append(await tools["hang"]({"started": str(tmp_path / "started")}))
-
             group.start_soon(call)
             await until(lambda: content(tmp_path / "started"))
             process.kill()
@@ -195,6 +203,120 @@ async def test_an_http_server_that_dies_and_comes_back(tmp_path, monkeypatch):
         assert (await tools["echo"]({"text": "back"})).text == "back"
         await server.__aexit__(None, None, None)
     assert [task for task in asyncio.all_tasks() if "mcp" in task.get_name()] == []
+
+
+class OldServer:
+    """An MCP server of 2025 over HTTP: it has sessions, and can forget them."""
+
+    def __init__(self) -> None:
+        self.sessions: set[str] = set()
+        self.calls = 0
+        self.may_answer, self.was_asked = threading.Event(), threading.Event()
+        self.may_answer.set()
+        old = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self.answer(405, None)
+
+            def do_DELETE(self) -> None:
+                old.sessions.discard(self.headers.get("mcp-session-id", ""))
+                self.answer(200, None)
+
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                self.session = self.headers.get("mcp-session-id", "")
+                if asked["method"] == "initialize":
+                    self.session = f"session-{len(old.sessions)}-{time.monotonic_ns()}"
+                    old.sessions.add(self.session)
+                elif asked["method"] == "server/discover":
+                    return self.answer(400, None)
+                elif self.session not in old.sessions:
+                    return self.answer(404, None)
+                if "id" not in asked:
+                    return self.answer(202, None)
+                return self.answer(200, {"id": asked["id"], "result": old.result(asked)})
+
+            def answer(self, status: int, message: dict[str, object] | None) -> None:
+                body = b"" if message is None else json.dumps({"jsonrpc": "2.0"} | message).encode()
+                self.send_response(status)
+                if message is not None:
+                    self.send_header("content-type", "application/json")
+                    self.send_header("mcp-session-id", self.session)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/mcp"
+
+    def result(self, asked: dict[str, dict[str, object]]) -> dict[str, object]:
+        if asked["method"] == "initialize":
+            return {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "old", "version": "1"},
+            }
+        if asked["method"] == "tools/list":
+            anything = {"type": "object"}
+            return {"tools": [{"name": "count", "inputSchema": anything}]}
+        self.calls += 1
+        self.was_asked.set()
+        assert self.may_answer.wait(10)
+        return {"content": [], "structuredContent": {"count": self.calls}}
+
+
+@pytest.fixture
+def old_server() -> Generator[OldServer]:
+    old = OldServer()
+    thread = threading.Thread(target=old.http.serve_forever, args=(0.01,))
+    thread.start()
+    yield old
+    old.may_answer.set()
+    old.http.shutdown()
+    old.http.server_close()
+    thread.join(10)
+
+
+@pytest.mark.asyncio
+async def test_a_session_that_an_old_server_forgot_is_opened_again(old_server):
+    async with McpServer(url=old_server.url) as server:
+        (count,) = server.tools
+        assert (await count({"any": "name"})).text == '{"count": 1}'
+        old_server.sessions.clear()
+        # The server ran nothing, so the calls are made again without a word.
+        results = await asyncio.gather(count({}), count({}))
+        assert sorted(result.text for result in results) == ['{"count": 2}', '{"count": 3}']
+        assert len(old_server.sessions) == 1
+    assert old_server.sessions == set()  # the goodbye was said
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_lost_session_is_kept_for_the_call_in_it(old_server, answers):
+    results = []
+    async with anyio.create_task_group() as group:
+        async with McpServer(url=old_server.url) as server:
+            (count,) = server.tools
+
+            async def call() -> None:
+                results.append(await count({}))
+
+            old_server.may_answer.clear()
+            group.start_soon(call)
+            await until(old_server.was_asked.is_set)
+            old_server.sessions.clear()
+            group.start_soon(call)
+            await until(lambda: old_server.calls == 2)
+            if answers:
+                old_server.may_answer.set()
+                await until(lambda: len(results) == 2)
+        with anyio.fail_after(3):
+            await until(lambda: len(results) == 2)
+    assert [result.failed for result in results] == [not answers] * 2
 
 
 @pytest.mark.asyncio
@@ -251,6 +373,7 @@ async def test_an_error_in_the_block_comes_out_as_it_is():
 
 @pytest.mark.asyncio
 async def test_cancelling_the_block_ends_the_process():
+    pid = 0
     with anyio.CancelScope() as scope:
         async with stdio() as server:
             pid = await pid_of(server)

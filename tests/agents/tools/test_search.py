@@ -45,7 +45,7 @@ async def test_passages_are_found_by_their_words(folder):
         await ask(tool, "gemuse") == "deep/er/cooking.md:1\n# Soup\n\nBoil the Gemüse and add salt."
     )
     assert await ask(tool, "whale") == "Nothing found for: whale"
-    assert tool.schema["function"]["name"] == "search"
+    assert tool.name == "search"
 
 
 @pytest.mark.asyncio

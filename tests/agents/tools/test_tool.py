@@ -94,7 +94,14 @@ async def test_the_calculator_tool_answers_in_text():
     assert (await run({"expression": "47*86"})).text == "4042"
     failed = await run({"expression": "1/0"})
     assert (failed.text, failed.failed) == ("Error: division by zero.", True)
-    assert run.schema["function"]["name"] == "calculator"
+    assert run.schema == {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Works out an arithmetic expression.",
+            "parameters": run.parameters,
+        },
+    }
 
 
 @pytest.mark.asyncio
