@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
 from gymllm.errors import ModelError
-from gymllm.message import Message
+from gymllm.message import Message, ToolCall
 from gymllm_agents import ChatTemplate
 from gymllm_agents.chatml import CHATML_TEMPLATE
 
@@ -95,3 +98,107 @@ def test_our_template_adds_nothing_of_its_own():
     text = "<|im_start|>user\nhello<|im_end|>\n"
     assert render(CHATML_TEMPLATE) == text
     assert render(CHATML_TEMPLATE, []) == ""
+
+
+CALL = ToolCall(name="add", arguments={"a": 1, "é": ["<"]}, id="c1")
+CALLING = [Message(role="user", content="?"), Message(role="assistant", tool_calls=(CALL,))]
+
+
+def test_fields_are_given_as_the_hub_names_them():
+    messages = [
+        Message(role="assistant", content="x", reasoning="why", tool_calls=(CALL,)),
+        Message(role="tool", content="2", tool_call_id="c1", name="add"),
+    ]
+    call: dict[str, object] = {"id": "c1", "type": "function"}
+    call["function"] = {"name": "add", "arguments": {"a": 1, "é": ["<"]}}
+    assert json.loads(render("{{ messages | tojson }}", messages)) == [
+        {
+            "role": "assistant",
+            "content": "x",
+            "reasoning_content": "why",
+            "thinking": "why",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+    ]
+
+
+def test_what_a_message_has_not_is_left_out():
+    assert (
+        render("{{ messages[0].keys() | list }}", [Message(role="user")]) == "['role', 'content']"
+    )
+    unnamed = Message(role="assistant", tool_calls=(ToolCall(name="f", arguments={}),))
+    assert render("{{ messages[0].tool_calls[0].keys() | list }}", [unnamed]) == (
+        "['type', 'function']"
+    )
+
+
+LOOP = "{% for m in messages %}{% for c in m.tool_calls %}%s{% endfor %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "{{ c.function.name }} {{ c.function.arguments | tojson }}",
+        "{{ c.function.name + ' ' + c.function.arguments }}",
+        "{{ c.function.name }} {{ c.function.arguments }}",
+        "{{ c.function.name }} {% if m.content is none %}{{ c.function.arguments }}{% endif %}",
+        "{{ c.function.name }} {% if m.content is string %}"
+        "{{ c.function.arguments | tojson }}{% endif %}",
+    ],
+)
+def test_arguments_come_in_the_form_that_the_template_takes(shown):
+    text = render(LOOP.replace("%s", shown), CALLING)
+    assert text.removesuffix("None") == '?add {"a": 1, "é": ["<"]}'
+
+
+def test_a_template_without_calls_gets_no_strange_content():
+    assert render("{% for m in messages %}[{{ m.content }}]{% endfor %}", CALLING) == "[?][]"
+
+
+def test_tool_support_where_a_result_needs_its_call():
+    source = """
+{%- for t in tools or [] %}{{ t.function.name }}{% endfor %}
+{%- for m in messages %}
+  {%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
+    {{- raise_exception('no call') }}
+  {%- endif %}
+  {{- m.content }}
+{%- endfor %}"""
+    assert ChatTemplate(source).supports_tools()
+    assert not ChatTemplate(source.replace("t.function.name", "''")).supports_tools()
+
+
+PICTURE = Message(role="user", content="a\nb", parts=("a", np.zeros((1, 1, 3), np.uint8), "b"))
+
+
+def test_images_are_parts_where_the_template_has_a_place_for_them():
+    source = """
+{%- for m in messages %}
+  {%- if m.content is string %}{{ m.content }}{% else %}
+    {%- for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}
+  {%- endif %}
+{%- endfor %}"""
+    assert ChatTemplate(source).supports_images
+    assert render(source, [*HELLO, PICTURE]) == "helloa<image>b"
+
+
+@pytest.mark.parametrize("shown", ["m.content", "'x' + m.content", "m.role"])
+def test_images_are_refused_where_they_would_be_lost_or_garbled(shown):
+    source = "{% for m in messages %}{{ " + shown + " }}{% endfor %}"
+    with pytest.raises(ModelError, match="no place for images"):
+        render(source, [PICTURE])
+    texts_alone = Message(role="user", content="a\nb", parts=("a", "b"))
+    assert render(source, [texts_alone]) in ("a\nb", "xa\nb", "user")
+
+
+def test_variables_of_a_render_go_before_the_templates_own():
+    assert render("{{ bos_token }}{{ enable_thinking }}", enable_thinking=False) == "<s>False"
+    assert render("{{ bos_token }}", bos_token="") == ""
+
+
+def test_generation_blocks_change_no_text():
+    source = "{% generation %}{{ messages[0].content }}{% endgeneration %}!"
+    assert render(source) == "hello!"
+    with pytest.raises(ModelError, match="not valid Jinja"):
+        ChatTemplate("{% generation %}")
