@@ -95,6 +95,7 @@ class Connection:
         self._scope: anyio.CancelScope | None = None
         self._in_flight = 0
         self._refused = False
+        self._hung_up = False
         self._log: TextIO | None = None
 
     async def hold(self) -> None:
@@ -171,6 +172,7 @@ class Connection:
     async def _try(self) -> bool:
         """Whether it came to be connected, or can't be; returns at its end."""
         deadline = anyio.current_time() + self._timeout_s
+        self._hung_up = False
         try:
             with anyio.CancelScope(deadline=deadline) as self._scope:
                 transport = self._process() if self._source.command else self._http()
@@ -179,7 +181,8 @@ class Connection:
                     self._client, self.failure = client, ""
                     self._scope.deadline = math.inf
                     self.ready.set()
-                    await self._stop.wait()
+                    if not self._hung_up:
+                        await self._stop.wait()
                     self._client, self.over = None, True
                     self._scope.deadline = anyio.current_time() + CLOSE_S
             if not self.ready.is_set():
@@ -210,8 +213,10 @@ class Connection:
                     async with send:
                         async for message in read:
                             await send.send(message)
-                self.over = True
-                self._stop.set()
+                self._hung_up = True
+                if self.ready.is_set():  # else this try failed, and the next one may not
+                    self.over = True
+                    self._stop.set()
 
             async with anyio.create_task_group() as group, receive:
                 group.start_soon(forward, name="mcp: from the server")

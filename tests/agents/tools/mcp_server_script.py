@@ -71,5 +71,11 @@ if __name__ == "__main__":
         server.run("stdio")
     elif sys.argv[1] == "broken":
         sys.exit("no such database")
+    elif sys.argv[1] == "flaky":  # every other start fails
+        if not Path(sys.argv[2]).exists():
+            note(sys.argv[2], "")
+            sys.exit("not yet")
+        Path(sys.argv[2]).unlink()
+        server.run("stdio")
     else:
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))

@@ -173,6 +173,28 @@ async def test_a_process_that_dies_fails_its_calls_and_the_next_one_starts_anoth
 
 
 @pytest.mark.asyncio
+async def test_a_process_that_does_not_come_back_at_once_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(mcp_connection, "FIRST_BACKOFF_S", 0.01)
+    mark = tmp_path / "mark"
+    mark.touch()
+    flaky = McpServer(sys.executable, args=[SCRIPT, "flaky", str(mark)], reconnect_tries=2)
+    async with flaky as server:
+        first = await pid_of(server)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: server._connection is None or server._connection.over)
+        assert await pid_of(server) != first
+    async with McpServer(sys.executable, args=[SCRIPT, "stdio"], reconnect_tries=1) as server:
+        os.kill(await pid_of(server), signal.SIGKILL)
+        server._args = (SCRIPT, "broken")
+        while "lost during" in (told := (await named(server)["echo"]({"text": ""})).text):
+            pass  # it was not yet known to be dead
+        assert told.startswith(
+            "Error: the tool's server can't be reached: MCPError: Connection closed"
+        )
+        assert told.endswith("no such database")
+
+
+@pytest.mark.asyncio
 async def test_an_http_server_that_dies_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(mcp_connection, "FIRST_BACKOFF_S", 0.01)
     port = free_port()
