@@ -109,6 +109,7 @@ class LeasedEnv:
         """
         slot = self._lent()
         if not self._running:
+            slot.check_idle("step")
             raise ResetNeeded(
                 "this lease has no episode to step: it was not reset, or its last step ended the "
                 "episode or raised. Call reset() first."
@@ -309,6 +310,7 @@ class EnvPool(VectorFace):
             yield env
         finally:
             env.end()
+            await slot.wait_idle()  # some task may have been left to wait for a call
             self._release(slot)
 
     @asynccontextmanager

@@ -20,6 +20,7 @@ from gymnasium.error import ResetNeeded
 from gymllm.bridge import Finished, running_loop
 from gymllm.errors import (
     ClosedError,
+    ConfigError,
     ConfigTypeError,
     EnvCrashedError,
     EnvTimeoutError,
@@ -212,6 +213,21 @@ class Slot:
             )
         )
 
+    def check_idle(self, method: str) -> None:
+        """Raises `ConfigError` while a call is in progress."""
+        if self._busy:
+            raise ConfigError(
+                f"{self._env_id}: {method}: another call is in progress (slot {self.index}); an "
+                "environment answers one at a time, so give each task a lease of its own."
+            )
+
+    async def wait_idle(self) -> None:
+        """Waits for the call in progress, if there is one, for as long as its limit lets it take."""
+        if self._busy:
+            self._call_ended = self._call_ended or anyio.Event()
+            with anyio.CancelScope(shield=True):
+                await self._call_ended.wait()
+
     async def aclose(self) -> None:
         """Cancels the call in progress, which raises `ClosedError`, and closes the environment."""
         self._closed = True
@@ -219,7 +235,7 @@ class Slot:
         if self._limit is not None:
             self._limit.cancel()
         if self._busy:
-            self._call_ended = anyio.Event()
+            self._call_ended = self._call_ended or anyio.Event()
             with anyio.CancelScope(deadline=deadline, shield=True):
                 await self._call_ended.wait()
         await self._discard(deadline)
@@ -243,6 +259,8 @@ class Slot:
         """
         if self._closed:
             raise ClosedError(self._say(method, "the pool is closed"))
+        if self._busy:
+            self.check_idle(method)
         try:
             started = begin()
         except KeyboardInterrupt:
@@ -288,6 +306,7 @@ class Slot:
             self._busy = False
             if self._call_ended is not None:
                 self._call_ended.set()
+                self._call_ended = None
 
     async def _limited(
         self, method: str, limit_s: float, operation: Awaitable[object], outer: Limit | None

@@ -67,6 +67,10 @@ class Faulty(gymllm.Env):
         if what == "block":
             assert self.gate is not None
             self.gate.wait(20)
+        if what == "soon":
+            for _ in range(3):
+                await asyncio.sleep(0)
+            self.log.append("over")
         if what in ("hang", "hang and raise"):
             try:
                 self.log.append("waiting")
@@ -485,6 +489,35 @@ async def test_aclose_ends_calls_and_waits_and_is_idempotent(worker: str) -> Non
         with pytest.raises(ClosedError):
             pool.reset()
         pool.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("worker", ["inline", "thread"])
+async def test_an_env_answers_one_call_at_a_time(worker: str) -> None:
+    async with faulty_pool(worker=worker) as (pool, _), pool.lease() as env:
+        await env.reset()
+        async with asyncio.TaskGroup() as group:
+            step = group.create_task(env.step("soon"))
+            await asyncio.sleep(0)
+            for call in (env.step("soon"), env.reset()):
+                with pytest.raises(ConfigError, match=r"another call is in progress \(slot 0\)"):
+                    await call
+        assert (await step).info == {"step": "soon"}
+        assert (await env.step("fine")).info == {"step": "fine"}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("worker", ["inline", "thread"])
+async def test_a_call_that_outlives_its_lease_does_not_meet_the_next(worker: str) -> None:
+    async with faulty_pool(worker=worker) as (pool, log), asyncio.TaskGroup() as group:
+        async with pool.lease() as env:
+            await env.reset()
+            left = group.create_task(env.step("soon"))
+            await asyncio.sleep(0)
+        assert log == ["over"]
+        async with pool.lease() as env:
+            assert await env.reset(seed=3) == ("seed 3", {})
+        assert (await left).info == {"step": "soon"}
 
 
 @pytest.mark.asyncio
