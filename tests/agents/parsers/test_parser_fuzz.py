@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gymllm import ToolCall
-from gymllm_agents import PARSERS, ParsedReply, Said, UnreadableCall, calculator, make_parser
+from gymllm_agents import (
+    PARSERS,
+    ParsedReply,
+    Said,
+    ToolCallParser,
+    UnreadableCall,
+    calculator,
+    make_parser,
+)
 
 SCHEMA = calculator().schema
 JSON = '{"name": "calculator", "arguments": {"expression": "1"}}'
@@ -230,10 +239,39 @@ def repeated(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@pytest.mark.parametrize("opened", [False, True])
-def test_long_replies_take_linear_time(name, opened):
-    """Some hundreds of texts of 40 kB take a second; were it quadratic, minutes each."""
+def test_twice_the_text_takes_twice_the_steps(name):
     parser = make_parser(name, [SCHEMA])
-    first = MARKUP[name][0] if opened else ""
-    for unit in repeated(name):
-        check(parser.parse(Said(text=first + unit * (40_000 // len(unit)))))
+    for first in ("", MARKUP[name][0]):
+        for unit in repeated(name):
+            times = 2_000 // len(unit)
+            once = steps(parser, Said(text=first + unit * times))
+            twice = steps(parser, Said(text=first + unit * times * 2))
+            assert twice < 2.5 * once + 500, (first, unit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARSERS)
+def test_long_replies_take_linear_time(name):
+    """Steps do not tell how much a search or a copy goes over: if too much, this takes hours."""
+    parser = make_parser(name, [SCHEMA])
+    for first in ("", MARKUP[name][0]):
+        for unit in repeated(name):
+            parser.parse(Said(text=first + unit * (400_000 // len(unit))))
+
+
+def steps(parser: ToolCallParser, said: Said) -> int:
+    """How many lines of Python a parser runs."""
+    count = 0
+
+    def trace(*event: object):  # returns itself, which annotations can't say
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        parser.parse(said)
+    finally:
+        sys.settrace(before)
+    return count
