@@ -11,6 +11,7 @@
     vector.py               its other face, a gymnasium.vector.VectorEnv
     task.py, ledger.py      what is played and with which seed; the exact tokens of a conversation
     engine.py, agent.py     protocols: token ids in, token ids out; observations in, actions out
+    team.py                 who plays where an environment has several agents
     trajectory.py           what an episode leaves behind
     timeline/               every span of a run
     registration.py, errors.py, testing/, play.py
@@ -45,6 +46,8 @@ from gymllm.spaces import Unicode as Unicode
 from gymllm.task import SeededTasks as SeededTasks
 from gymllm.task import Task as Task
 from gymllm.task import TaskSource as TaskSource
+from gymllm.team import Player as Player
+from gymllm.team import Team as Team
 from gymllm.timeline import Timeline as Timeline
 from gymllm.trajectory import Ending as Ending
 from gymllm.trajectory import Group as Group
@@ -69,6 +72,7 @@ __all__ = [
     "LeasedEnv",
     "Message",
     "Played",
+    "Player",
     "PoolStats",
     "SamplingParams",
     "SeededTasks",
@@ -76,6 +80,7 @@ __all__ = [
     "StepResult",
     "Task",
     "TaskSource",
+    "Team",
     "TextAdapter",
     "Timeline",
     "TokenLedger",

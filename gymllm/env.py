@@ -31,6 +31,11 @@ class Env(gymnasium.Env[str, str], ABC):
 
     `self.np_random` is seeded before `areset` is called; draw all randomness from it. Always driven on
     one event loop (`HomeLoop`), one call at a time.
+
+    It may have several agents, who take turns. `info["agent"]` of a reset or step then names who acts next
+    and is meant by the observation; whoever calls `step` acts for that one. What a step is worth is
+    `info["agent_rewards"]`, a reward for each agent concerned; without it, the step's reward is that of
+    the agent who has just acted. `gymllm.team` says who plays whom.
     """
 
     metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]  # as Gymnasium has it

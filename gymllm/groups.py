@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gymllm.errors import ConfigError
@@ -16,7 +17,7 @@ class _Partial:
 
 
 class GroupStream:
-    """Collects trajectories into groups; no group waits for another, none is ever mixed.
+    """Collects trajectories into groups, one for each task and agent; none waits for another or is mixed.
 
     A plain state machine: it neither waits nor owns a queue.
     """
@@ -27,17 +28,17 @@ class GroupStream:
                 f"rollout.group_size must be >= 2 for a group baseline, got {group_size}."
             )
         self.group_size = group_size
-        self._partial: dict[int, _Partial] = {}
+        self._partial: dict[int, dict[str, _Partial]] = {}
 
-    def open(self, task: Task) -> None:
-        """Announces a task's group.
+    def open(self, task: Task, agents: Iterable[str] = ("",)) -> None:
+        """Announces a task's groups, one for each agent.
 
         Raises:
             ConfigError: The task's index is open already.
         """
         if task.index in self._partial:
             raise ConfigError(f"task index {task.index} has an open group already.")
-        self._partial[task.index] = _Partial(task)
+        self._partial[task.index] = {agent: _Partial(task) for agent in agents}
 
     def add(self, trajectory: Trajectory) -> Group | None:
         """Adds a member; returns the group if it was the last one.
@@ -45,27 +46,31 @@ class GroupStream:
         Raises:
             ValueError: The trajectory failed, its group is not open, or the member is there already.
         """
-        index, member = trajectory.task.index, trajectory.member
-        partial = self._partial.get(index)
+        index, member, agent = trajectory.task.index, trajectory.member, trajectory.agent
+        partials = self._partial.get(index, {})
+        partial = partials.get(agent)
         if trajectory.ending is Ending.FAILED:
             raise ValueError(
                 f"a failed trajectory has no place in a group (task {index}, {member})."
             )
         if partial is None or not 0 <= member < self.group_size or member in partial.members:
-            raise ValueError(f"no open place for member {member} of task {index}.")
+            whose = f"{agent!r} in member" if agent else "member"
+            raise ValueError(f"no open place for {whose} {member} of task {index}.")
         partial.members[member] = trajectory
         if len(partial.members) < self.group_size:
             return None
-        del self._partial[index]
+        del partials[agent]
+        if not partials:
+            del self._partial[index]
         members = tuple(partial.members[m] for m in range(self.group_size))
-        return Group(task=partial.task, trajectories=members)
+        return Group(task=partial.task, agent=agent, trajectories=members)
 
     def drop(self, task: Task) -> int:
-        """Gives a group up; returns how many finished members are lost with it."""
-        partial = self._partial.pop(task.index, None)
-        return len(partial.members) if partial else 0
+        """Gives a task's groups up; returns how many finished members are lost with them."""
+        partials = self._partial.pop(task.index, {})
+        return max((len(partial.members) for partial in partials.values()), default=0)
 
     @property
     def open_groups(self) -> int:
         """Groups that have not all their members yet."""
-        return len(self._partial)
+        return sum(len(partials) for partials in self._partial.values())

@@ -2,14 +2,15 @@
 
 One producer opens groups and starts their members; at most `concurrency` episodes play at a time; a group
 goes out the moment its last member ends. What admits a new group is an `AdmissionGate`, so lag is bounded
-where work starts, and back-pressure reaches the task source.
+where work starts, and back-pressure reaches the task source. A task has a group for each agent that is
+trained: one, unless a team plays.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -20,10 +21,11 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from gymllm.agent import AgentFactory
 from gymllm.engine import Engine
-from gymllm.episode import EnvSource, EpisodeLimits, run_episode
+from gymllm.episode import EnvSource, EpisodeLimits, run_team_episode
 from gymllm.errors import ConfigError, RunError
 from gymllm.groups import GroupStream
 from gymllm.task import Task, TaskSource
+from gymllm.team import Team, team_of, trained_agents
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Group, Trajectory
 
@@ -76,15 +78,17 @@ class RolloutConfig:
 
 
 class AdmissionGate:
-    """Decides when another group may start.
+    """Decides when another group, or the groups of another task, may start.
 
-    A group may start while fewer than `(1 + max_lag) * groups_per_step` are between their start and the
-    optimizer step that trains on them: then, in order, none is trained more than `max_lag` versions after
-    it started.
+    At most `(1 + max_lag) * groups_per_step` are between their start and the optimizer step that trains on
+    them: then, in order, none is trained more than `max_lag` versions after it started. Groups that start
+    together also may while those are fewer than one step needs, which would otherwise wait for ever;
+    without lag, tokens of a few of them can then be too old to be trained on.
     """
 
     def __init__(self, *, groups_per_step: int, max_lag: int) -> None:
         self.limit = groups_per_step * (1 + max_lag)
+        self._groups_per_step = groups_per_step
         self._outstanding = 0
         self._opened = anyio.Event()
 
@@ -96,14 +100,19 @@ class AdmissionGate:
     @property
     def open(self) -> bool:
         """Whether another group may start now."""
-        return self._outstanding < self.limit
+        return self.has_room(1)
 
-    async def enter(self) -> None:
-        """Waits until another group may start, and counts it."""
+    def has_room(self, groups: int) -> bool:
+        """Whether so many may start now, together."""
+        after = self._outstanding + groups
+        return after <= self.limit or self._outstanding < self._groups_per_step
+
+    async def enter(self, groups: int = 1) -> None:
+        """Waits until so many groups may start, and counts them."""
         await anyio.lowlevel.checkpoint()
-        while not self.open:
+        while not self.has_room(groups):
             await self._opened.wait()
-        self._outstanding += 1
+        self._outstanding += groups
 
     def leave(self, groups: int = 1) -> None:
         """Says that groups were trained on, replaced or set aside."""
@@ -136,7 +145,8 @@ class Rollout:
         self,
         *,
         pool: EnvSource,
-        make_agent: AgentFactory,
+        make_agent: AgentFactory | None = None,
+        team: Team | None = None,
         engine: Engine,
         tasks: TaskSource,
         config: RolloutConfig,
@@ -145,14 +155,16 @@ class Rollout:
         timeline: Timeline,
         first_index: int = 0,
         again: Iterable[int] = (),
+        settled: Mapping[int, Iterable[str]] | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> None:
         """Says what to play; nothing starts before `stream`.
 
         Args:
             pool: Where environments come from; not closed here.
-            make_agent: Makes each episode's agent.
-            engine: The model; not closed here.
+            make_agent: Makes each episode's agent, where there is one.
+            team: Who plays, where there are several; instead of `make_agent`.
+            engine: The model; not closed here. Of a team, that of players without one of their own.
             tasks: The tasks, by index.
             config: Sizes and limits.
             gate: Admits groups; whoever consumes the groups calls its `leave`.
@@ -160,16 +172,32 @@ class Rollout:
             timeline: Where spans go.
             first_index: First task index that was never started.
             again: Indices below `first_index` that must be played again, after a resume.
+            settled: Of those, agents whose group must not come again.
             on_trajectory: Called with each trajectory as it ends, failed ones too.
+
+        Raises:
+            ConfigError: Not exactly one of `make_agent` and `team` was given, the team has nobody to
+                train, or the gate could never let the groups of one task in together in time.
         """
-        self._pool, self._make_agent, self._engine = pool, make_agent, engine
+        self._team = team_of(make_agent, team)
+        self._agents = trained_agents(self._team)
+        if len(self._agents) > gate.limit:
+            raise ConfigError(
+                f"a task has {len(self._agents)} groups, one for each of {', '.join(self._agents)}, but "
+                f"only {gate.limit} may be in play: raise learner.groups_per_step or rollout.max_lag, or "
+                "make some of the players not trainable."
+            )
+        self._pool, self._engine = pool, engine
         self._tasks, self._config, self._gate = tasks, config, gate
         self._run_seed, self._timeline, self._on_trajectory = run_seed, timeline, on_trajectory
         self._groups = GroupStream(config.group_size)
         self._next_index = first_index
         self._again = sorted(again)
         heapq.heapify(self._again)
-        self._unfinished: set[int] = set()
+        self._unfinished: dict[int, set[str]] = {}
+        """Agents of each started task whose groups are not settled."""
+        self._settled = {index: frozenset(agents) for index, agents in (settled or {}).items()}
+        """Of tasks that are to be played again."""
         self._slots = anyio.Semaphore(config.concurrency)
         self._failed_in_a_row = 0
         self._unbegun_in_a_row = 0
@@ -179,11 +207,26 @@ class Rollout:
 
     def position(self) -> tuple[int, list[int]]:
         """`first_index` and `again` for a resume: every started task that `settle` was not told of."""
-        return self._next_index, sorted(self._unfinished | set(self._again))
+        return self._next_index, sorted(self._unfinished.keys() | set(self._again))
 
-    def settle(self, task: Task) -> None:
-        """Says that a task's group was trained on or set aside: a resume must not play it again."""
-        self._unfinished.discard(task.index)
+    def settled(self) -> dict[int, list[str]]:
+        """`settled` for a resume: of the tasks to play again, agents that `settle` was told of."""
+        done = {
+            index: [agent for agent in self._agents if agent not in left]
+            for index, left in self._unfinished.items()
+        }
+        done |= {index: sorted(agents) for index, agents in self._settled.items()}
+        return {index: agents for index, agents in sorted(done.items()) if agents}
+
+    def settle(self, task: Task, agent: str = "") -> None:
+        """Says that a task's group of an agent was trained on or set aside: it must not come again.
+
+        Once all of its groups are settled, a resume does not play the task again.
+        """
+        unsettled = self._unfinished.get(task.index, set())
+        unsettled.discard(agent)
+        if not unsettled:
+            self._unfinished.pop(task.index, None)
 
     @asynccontextmanager
     async def stream(self) -> AsyncGenerator[MemoryObjectReceiveStream[Group]]:
@@ -194,7 +237,8 @@ class Rollout:
                 first turn because it does not fit in the engine's context.
         """
         # The gate bounds groups in existence, so this buffer can't fill before the gate closes.
-        send, receive = anyio.create_memory_object_stream[Group](self._gate.limit)
+        size = self._gate.limit + len(self._agents)
+        send, receive = anyio.create_memory_object_stream[Group](size)
         try:
             with send, receive:
                 async with anyio.create_task_group() as tasks:
@@ -211,10 +255,13 @@ class Rollout:
 
     async def _produce(self, tasks: TaskGroup, send: MemoryObjectSendStream[Group]) -> None:
         while True:
-            await self._gate.enter()
+            await self._gate.enter(len(self._agents))
             task = self._tasks.task(self._take_index())
-            self._unfinished.add(task.index)
-            self._groups.open(task)
+            settled = self._settled.pop(task.index, frozenset[str]())
+            agents = [agent for agent in self._agents if agent not in settled]
+            self._gate.leave(len(self._agents) - len(agents))
+            self._unfinished[task.index] = set(agents)
+            self._groups.open(task, agents)
             scope = anyio.CancelScope()
             for member in range(self._config.group_size):
                 # A slot is taken here, not in the member's own task: members start in task order.
@@ -242,28 +289,33 @@ class Rollout:
                 return
             self.counts.in_flight += 1
             try:
-                trajectory = await self._play(task, member, group)
+                trajectories = await self._play(task, member, group)
             finally:
                 self.counts.in_flight -= 1
         finally:
             self._slots.release()
+        failed = trajectories[0].ending is Ending.FAILED
         if group.cancel_called:
-            self.counts.lost_episodes += trajectory.ending is not Ending.FAILED
+            self.counts.lost_episodes += not failed
             return
-        if trajectory.ending is Ending.FAILED:
+        if failed:
             group.cancel()
-            self._replace(task, trajectory.reason)
+            self._replace(task, trajectories[0].reason)
             return
-        complete = self._groups.add(trajectory)
-        if complete is not None:
-            self.counts.groups += 1
-            self._failed_in_a_row = 0
-            self._check_begun(complete)
-            await send.send(complete)
+        wanted = self._unfinished[task.index]
+        complete = [self._groups.add(t) for t in trajectories if t.agent in wanted]
+        for one in complete:
+            if one is not None:
+                self.counts.groups += 1
+                self._failed_in_a_row = 0
+                self._check_begun(one)
+                await send.send(one)
 
     def _check_begun(self, group: Group) -> None:
         """Raises once group after group has ended before its first turn: it would go on for ever."""
-        begun = any(t.turns or t.reason != "context_length" for t in group.trajectories)
+        begun = any(
+            t.turns or not t.reason.startswith("context_length") for t in group.trajectories
+        )
         self._unbegun_in_a_row = 0 if begun else self._unbegun_in_a_row + 1
         if self._unbegun_in_a_row >= self._config.max_failed_groups:
             raise RunError(
@@ -272,14 +324,14 @@ class Rollout:
                 "engine.context_length, or shorten what the agent is told."
             )
 
-    async def _play(self, task: Task, member: int, group: anyio.CancelScope) -> Trajectory:
+    async def _play(self, task: Task, member: int, group: anyio.CancelScope) -> list[Trajectory]:
         attempt = 0
         while True:
             self.counts.started += 1
             async with self._pool.lease() as env:
-                trajectory = await run_episode(
+                trajectories = await run_team_episode(
                     env=env,
-                    make_agent=self._make_agent,
+                    team=self._team,
                     engine=self._engine,
                     task=task,
                     member=member,
@@ -288,24 +340,26 @@ class Rollout:
                     limits=self._config.limits,
                     timeline=self._timeline,
                 )
-            self._on_trajectory(trajectory)
-            if trajectory.ending is not Ending.FAILED:
+            for trajectory in trajectories:
+                self._on_trajectory(trajectory)
+            first = trajectories[0]
+            if first.ending is not Ending.FAILED:
                 self.counts.finished += 1
-                self.counts.generated_tokens += trajectory.generated_tokens
-                return trajectory
+                self.counts.generated_tokens += sum(t.generated_tokens for t in trajectories)
+                return trajectories
             self.counts.failed += 1
-            self.failures[trajectory.reason.split(":", 1)[0]] += 1
+            self.failures[first.reason.split(":", 1)[0]] += 1
             if attempt >= self._config.retries or group.cancel_called:
-                return trajectory
+                return trajectories
             attempt += 1
 
     def _replace(self, task: Task, reason: str) -> None:
-        """Gives a group up: the gate lets another task in its place."""
+        """Gives a task's groups up: the gate lets another task in its place."""
         self.counts.lost_episodes += self._groups.drop(task)
-        self.counts.replaced_groups += 1
-        self._unfinished.discard(task.index)
+        groups = len(self._unfinished.pop(task.index))
+        self.counts.replaced_groups += groups
         self._failed_in_a_row += 1
-        self._gate.leave()
+        self._gate.leave(groups)
         if self._failed_in_a_row >= self._config.max_failed_groups:
             kinds = ", ".join(f"{kind} x{count}" for kind, count in self.failures.most_common(5))
             raise RunError(

@@ -30,7 +30,7 @@ class Turn(NamedTuple):
     action: str
     """What the environment was given."""
     reward: float
-    """Reward of the step."""
+    """Reward of the step; among several agents, also of the others' steps until this one's next turn."""
     prompt_tokens: int
     """Length of the turn's first prompt."""
     generated_tokens: int
@@ -49,13 +49,15 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One finished episode."""
+    """One finished episode, as one agent played it."""
 
     task: Task
     member: int
     """Which of the group, 0 <= member < group size."""
     attempt: int
     """0, or how many failed episodes of this member came before."""
+    agent: str = ""
+    """Whose it is, where the environment has several."""
     segments: tuple[Segment, ...]
     """Training sequences: exact tokens."""
     turns: tuple[Turn, ...]
@@ -65,7 +67,7 @@ class Trajectory:
     reason: str = ""
     """Which limit truncated it, or what broke."""
     reward: float = 0.0
-    """Sum of the turns' rewards (the return, undiscounted)."""
+    """The return, undiscounted: sum of the turns' rewards, and of any before the first turn."""
     started_ns: int = 0
     """`time.perf_counter_ns` at the start."""
     ended_ns: int = 0
@@ -85,9 +87,11 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Every member's trajectory of one task; what a group baseline needs."""
+    """Every member's trajectory of one task and agent; what a group baseline needs."""
 
     task: Task
+    agent: str = ""
+    """Whose they are, where the environment has several."""
     trajectories: tuple[Trajectory, ...]
     """In member order; none of them failed."""
 

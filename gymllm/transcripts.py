@@ -48,6 +48,7 @@ def to_json(trajectory: Trajectory, **extra: int | float | str) -> str:
         },
         "member": trajectory.member,
         "attempt": trajectory.attempt,
+        "agent": trajectory.agent,
         "ending": trajectory.ending.value,
         "reason": trajectory.reason,
         "reward": _number(trajectory.reward),
@@ -86,6 +87,7 @@ def from_json(line: str) -> Trajectory:
             task=Task(**record["task"]),
             member=record["member"],
             attempt=record["attempt"],
+            agent=record.get("agent", ""),  # files from before there were several lack it
             ending=Ending(record["ending"]),
             reason=record["reason"],
             reward=_float(record["reward"]),
@@ -179,6 +181,7 @@ def _episode(trajectory: Trajectory) -> str:
     ending = _ending(trajectory)
     failed = trajectory.ending is Ending.FAILED
     reward = "" if failed else f"{trajectory.reward:.3g}"
+    who = f" · {_escaped(trajectory.agent)}" if trajectory.agent else ""
     tone = "bad" if failed else "good" if trajectory.reward > 0 else "none"
     messages = "".join(
         f'<div class="message {_escaped(message.role, quote=True)}">'
@@ -198,7 +201,7 @@ def _episode(trajectory: Trajectory) -> str:
         f'<details data-ending="{_escaped(ending, quote=True)}"'
         f' data-reward="{"" if failed else trajectory.reward}"><summary>'
         f'<span class="reward {tone}">{reward or "failed"}</span>'
-        f"<span>{_escaped(trajectory.task.id)} · member {trajectory.member}</span>"
+        f"<span>{_escaped(trajectory.task.id)} · member {trajectory.member}{who}</span>"
         f"<span>{_escaped(ending)}</span>"
         f"<span>{len(trajectory.turns)} turns · {trajectory.tokens} tokens, "
         f"{trajectory.generated_tokens} generated</span></summary>"
