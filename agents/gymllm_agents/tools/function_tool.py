@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast, final, overload
 
 import docstring_parser
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 
@@ -63,8 +64,9 @@ def tool(
 
     Every parameter has an annotation that pydantic can read. The model is told of each by
     `Annotated[..., Field(description=...)]`, else by the docstring's "Args". What the model gives is
-    converted where that is harmless ("3" for an int), and a string of JSON is taken for the list or
-    object it holds. A str is told as it is, None as nothing, any other result as JSON.
+    converted where that is harmless ("3" for an int), a string of JSON is taken for the list or object
+    it holds, and null for what may be left out is left out. A str is told as it is, None as nothing,
+    any other result as JSON.
 
     Args:
         function: Sync or async; a bound method, a partial or a callable object too. What a partial
@@ -99,7 +101,7 @@ def tool(
         raise ConfigError(
             f"A tool's name must be 1 to 64 letters, digits, _ or -, got {name!r}. Give it by name=."
         )
-    documented = docstring_parser.parse(inspect.getdoc(_documented(function, plain)) or "")
+    documented = _docstring(_documented(function, plain))
     told = {p.arg_name.lstrip("*"): p.description or "" for p in documented.params}
     arguments = _Arguments(name, function, plain, told)
     return Tool(
@@ -177,33 +179,35 @@ class _Arguments:
         try:
             made = self.model.model_validate(dict(arguments))
         except ValidationError as error:
-            made = self._with_strings_read(arguments, error)
+            made = self._mended(arguments, error)
         return {
             parameter.name: getattr(made, parameter.field)
             for parameter in self._parameters
             if not parameter.omissible or parameter.field in made.model_fields_set
         }
 
-    def _with_strings_read(
-        self, arguments: Mapping[str, object], error: ValidationError
-    ) -> BaseModel:
-        """Tries again with the lists and objects that the model wrote as strings of JSON."""
-        read: dict[str, object] = {}
+    def _mended(self, arguments: Mapping[str, object], error: ValidationError) -> BaseModel:
+        """Tries again without what models do wrong but mean right.
+
+        That is a list or an object written as a string of JSON, and null for what may be left out.
+        """
+        mended = dict(arguments)
+        omissible = {p.name for p in self._parameters if p.omissible}
         for problem in error.errors(include_url=False):
-            name, given = problem["loc"][0] if problem["loc"] else "", problem["input"]
-            if problem["type"] in _NOT_PARSED and isinstance(given, str):
-                try:
-                    read[str(name)] = json.loads(given)
-                except (ValueError, RecursionError):
-                    continue
-        if read:
+            name = str(problem["loc"][0]) if problem["loc"] else ""
+            given = problem["input"]
+            if given is None and name in omissible and arguments.get(name, "") is None:
+                mended.pop(name, None)
+            elif problem["type"] in _NOT_PARSED and given is arguments.get(name):
+                with contextlib.suppress(ValueError, TypeError, RecursionError):
+                    mended[name] = json.loads(cast(str, given))
+        if mended != arguments:
             try:
-                return self.model.model_validate(dict(arguments) | read)
+                return self.model.model_validate(mended)
             except ValidationError as second:
                 error = second
         known = [parameter.name for parameter in self._parameters]
-        said = argument_problems(self._tool_name, error, dict(arguments) | read, known)
-        raise ToolError(said) from None
+        raise ToolError(argument_problems(self._tool_name, error, mended, known)) from None
 
 
 def _call(
@@ -236,6 +240,16 @@ def _plain_function(function: Callable[..., object]) -> Callable[..., object]:
     return type(function).__call__
 
 
+def _docstring(documented: object) -> docstring_parser.Docstring:
+    text = inspect.getdoc(documented) or ""
+    try:
+        return docstring_parser.parse(text)
+    except docstring_parser.ParseError:  # in a form of its own: then all of it describes
+        whole = docstring_parser.Docstring()
+        whole.short_description = text
+        return whole
+
+
 def _documented(function: Callable[..., object], plain: Callable[..., object]) -> object:
     """What has the docstring: an object's own class, where its `__call__` has none."""
     named = _without_partials(function)
@@ -260,7 +274,9 @@ def _refuse(tool_name: str, parameters: list[inspect.Parameter]) -> None:
 
 def _refuse_type(tool_name: str, name: str, hint: Any) -> None:
     try:
-        TypeAdapter(hint).json_schema(schema_generator=QuietSchema)
+        create_model(tool_name, argument=(hint, ...)).model_json_schema(
+            schema_generator=QuietSchema
+        )
     except (PydanticUserError, NameError, TypeError) as error:
         reason = str(error).split("\n", 1)[0]
         raise ConfigError(

@@ -124,7 +124,10 @@ async def test_arguments_are_converted_and_results_are_json():
         '{"points": [{"x": 3, "y": 0, "title": "none"}], "colour": "red", "style": "plain", '
         '"width": 4, "angle": null}'
     )
-    assert (await made({"points": '[{"x": 3}]'})).text.startswith('{"points": [{"x": 3,')
+    read = await made({"points": '[{"x": 3}]', "style": None})
+    assert read.text.startswith('{"points": [{"x": 3,')
+    assert '"style": "plain"' in read.text
+    assert "must be a valid list, got null" in (await made({"points": None})).text
 
 
 @pytest.mark.asyncio
@@ -155,6 +158,31 @@ async def test_each_problem_is_told_on_a_line():
     many = await tool(draw)({"points": [{}] * 20})
     assert many.text.splitlines()[-1] == "12 more problems."
     assert "must be a valid list" in (await tool(draw)({"points": "[1"})).text
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        "Args:",
+        "Args:\n  x",
+        "Args:\n    :",
+        ":param:",
+        ":param",
+        "@param",
+        "x\n-\nParameters\n---\n",
+    ],
+)
+def test_a_docstring_in_no_known_form_is_no_error(docstring):
+    def odd(x: int) -> None: ...
+
+    odd.__doc__ = docstring
+    assert tool(odd).parameters["required"] == ["x"]
+
+
+def test_an_alias_does_not_change_the_parameters_name():
+    def aliased(x: Annotated[int, Field(alias="y", description="Told.")]) -> None: ...
+
+    assert parameters(aliased)["properties"] == {"x": {"type": "integer", "description": "Told."}}
 
 
 @pytest.mark.asyncio

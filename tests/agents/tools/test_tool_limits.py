@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import subprocess
+import sys
 import threading
 
 import anyio
@@ -190,6 +193,56 @@ async def test_a_place_that_was_granted_to_a_cancelled_call_goes_on():
                 places.leave()  # ... but is first in line, as it has not noticed yet
     assert taken == ["second"]
     assert await places.take()
+
+
+@pytest.mark.asyncio
+async def test_no_place_is_lost_whatever_becomes_of_the_calls():
+    rng = random.Random(0)
+    running, most, lock = 0, 0, threading.Lock()
+
+    def work(arguments: object) -> str:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        threading.Event().wait(rng.random() * 0.004)
+        with lock:
+            running -= 1
+        return ""
+
+    run = make(work, timeout_s=0.002, max_concurrent=3)
+
+    async def call() -> None:
+        with anyio.move_on_after(rng.random() * 0.05):
+            await run({})
+
+    for _ in range(5):
+        async with anyio.create_task_group() as group:
+            for _ in range(20):
+                group.start_soon(call)
+    assert most <= 3
+    places = run._places
+    assert places is not None
+    while places._hanging:  # noqa: ASYNC110 (threads have no event of ours to set)
+        await anyio.sleep(0.001)
+    assert (places._free, places._hanging, len(places._waiting)) == (3, 0, 0)
+
+
+def test_a_thread_that_hangs_does_not_keep_the_interpreter():
+    program = """
+import asyncio, threading
+from gymllm_agents import tool
+
+@tool(timeout_s=0.01)
+def hang() -> None:
+    threading.Event().wait()
+
+print(asyncio.run(hang({})).text)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert ended.stdout == "Error: hang took longer than 0.01 s.\n"
 
 
 @pytest.mark.asyncio
