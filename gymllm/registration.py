@@ -20,7 +20,13 @@ from gymnasium import error
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from gymllm.adapters import is_text_env, needed_render_mode, textify
-from gymllm.errors import ConfigError, GymLLMError, MissingExtraError, UnknownNameError
+from gymllm.errors import (
+    ConfigError,
+    ConfigTypeError,
+    GymLLMError,
+    MissingExtraError,
+    UnknownNameError,
+)
 
 ENTRY_POINT_GROUP = "gymllm.envs"
 GYM_ID = "gymllm/Gym-v0"
@@ -71,8 +77,13 @@ def check_id(env_id: str) -> None:
 
     Raises:
         UnknownNameError: Nothing is registered by that name.
+        ConfigTypeError: It is no text.
         MissingExtraError: It is in a package that is not installed.
     """
+    if not isinstance(env_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
+        raise ConfigTypeError(
+            f'an environment\'s id must be a str such as "gymllm/FrozenLake-v0", got {env_id!r}.'
+        )
     if ":" in env_id or env_id in gymnasium.registry:
         return
     _import_provider(env_id)

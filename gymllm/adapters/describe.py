@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from gymllm.adapters.registry import AnyEnv, AnySpace, description_for, same_space
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, EnvTypeError
 from gymllm.spaces import Image, is_text
 
 Describe = Callable[[Any], str]
@@ -45,7 +45,14 @@ class Describer:
 
 def text_describer(describe: Describe) -> Describer:
     """A describer of a function that returns a text."""
-    return Describer(lambda observation: (describe(observation),))
+
+    def parts(observation: Any) -> Parts:
+        text = describe(observation)
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
+            raise EnvTypeError(f"a describer must return a str, got {text!r} of {describe!r}.")
+        return (text,)
+
+    return Describer(parts)
 
 
 def describer_for(env: AnyEnv) -> Describer:

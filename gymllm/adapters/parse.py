@@ -22,7 +22,7 @@ from gymnasium import spaces
 
 from gymllm.adapters.describe import parts_of
 from gymllm.adapters.registry import AnySpace
-from gymllm.errors import ConfigError, UnknownNameError
+from gymllm.errors import ConfigError, ConfigTypeError, UnknownNameError
 from gymllm.spaces import Unicode, is_text
 
 Parse = Callable[[str], Any]
@@ -174,6 +174,8 @@ def _range(low: Any, high: Any) -> str:
 def _name_parser(space: AnySpace, names: Sequence[str], rule: AnswerRule) -> Parse:
     if not isinstance(space, spaces.Discrete):
         raise ConfigError(f"action_names need a Discrete action space, got {space}.")
+    if not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
+        raise ConfigTypeError(f"action_names must be texts, got {list(names)}.")
     actions = {_plain(name): int(space.start) + i for i, name in enumerate(names)}
     if len(names) != space.n or len(actions) != space.n or "" in actions:
         raise ConfigError(

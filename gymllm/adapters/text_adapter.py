@@ -22,7 +22,7 @@ from gymllm.adapters.parse import AnswerRule, Parse, how_to_answer, parser_for
 from gymllm.adapters.registry import AnyEnv, action_names_for, rules_for
 from gymllm.bridge import run_sync
 from gymllm.env import RENDER_MODES, Env
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, ConfigTypeError
 from gymllm.spaces import ChatMessage, Image, Message, is_text, message
 
 Shown = Any
@@ -77,6 +77,8 @@ class TextAdapter(Env):
         Raises:
             ConfigError: The spaces need a describer or parser that was not given, or a setting is wrong.
         """
+        if not isinstance(env, gymnasium.Env):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
+            raise ConfigTypeError(f"TextAdapter needs a gymnasium.Env, got {env!r}.")
         for name, limit in (("max_turns", max_turns), ("max_invalid", max_invalid)):
             if limit is not None and limit < 1:
                 raise ConfigError(f"{name} must be >= 1 or None, got {limit}.")
@@ -199,6 +201,8 @@ def textify(env: AnyEnv) -> gymnasium.Env[str, str]:
 
     The adapter has the env's render mode, if `Env.render` has it, and renders what an agent is shown.
     """
+    if not isinstance(env, gymnasium.Env):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
+        raise ConfigTypeError(f"textify needs a gymnasium.Env, got {env!r}.")
     if is_text_env(env):
         return env
     mode = env.render_mode if env.render_mode in RENDER_MODES else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, SupportsFloat, TypeVar
 import gymnasium
 from gymnasium.utils import RecordConstructorArgs
 
+from gymllm.errors import ConfigError
 from gymllm.message import Message
 from gymllm.spaces import TextOrMessage
 from gymllm.task import Task
@@ -39,10 +41,19 @@ class RecordTranscript(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorA
             env: What is recorded.
             folder: Where files go; made if need be, at the first episode's end.
             name: What file names start with.
+
+        Raises:
+            ConfigError: `folder` is a file, or `name` holds a slash.
         """
         RecordConstructorArgs.__init__(self, folder=str(folder), name=name)
         super().__init__(env)
         self._folder, self._name = Path(folder), name
+        if self._folder.exists() and not self._folder.is_dir():
+            raise ConfigError(f"folder must be one, or new, but {folder} is a file.")
+        if Path(name).name != name and name:
+            raise ConfigError(
+                f"name must be the start of a file's name, got {name!r}; give folders as folder=."
+            )
         self._path: Path | None = None
         self._episodes = 0
         self._task: Task | None = None  # of the episode that is being played
@@ -66,7 +77,7 @@ class RecordTranscript(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorA
             index=self._episodes,
             id=spec.id if spec is not None else type(self.env.unwrapped).__name__,
             seed=-1 if seed is None else seed,
-            options=dict(options or {}),
+            options={str(name): _written(value) for name, value in (options or {}).items()},
         )
         self._turns, self._shown = [], as_read(observation)
         return observation, info
@@ -98,11 +109,13 @@ class RecordTranscript(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorA
         return result
 
     def close(self) -> None:
-        self._end(Ending.TRUNCATED, "close")
-        if self._path is not None:
-            page = self._path.with_suffix(".html")
-            write_html(page, read_jsonl(self._path), title=self._path.stem)
-        self.env.close()
+        try:
+            self._end(Ending.TRUNCATED, "close")
+            if self._path is not None:
+                page = self._path.with_suffix(".html")
+                write_html(page, read_jsonl(self._path), title=self._path.stem)
+        finally:  # a full disk must not keep the environment open
+            self.env.close()
 
     def _end(self, ending: Ending, reason: str, last_action: str | None = None) -> None:
         if self._task is None:
@@ -128,6 +141,15 @@ class RecordTranscript(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorA
         if self._path is None:
             self._path = _new_file(self._folder, self._name)
         append_jsonl(self._path, trajectory)
+
+
+def _written(option: object) -> object:
+    """An option as it is, or in words where JSON can't hold it: no episode fails of its transcript."""
+    try:
+        json.dumps(option, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return repr(option)
+    return option
 
 
 def as_read(content: TextOrMessage) -> str:

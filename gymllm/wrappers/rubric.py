@@ -77,8 +77,10 @@ class Reward:
             every_step: Call it after each step instead, the last one included.
 
         Raises:
-            ConfigError: The weight is not finite, or the function has no name of its own.
+            ConfigError: The function is none or has no name of its own, or the weight is not finite.
         """
+        if not callable(function):
+            raise ConfigError(f"a reward function must be a function, got {function!r}.")
         if not isfinite(weight):
             raise ConfigError(f"weight must be a finite number, got {weight}.")
         self.name = name or getattr(function, "__name__", type(function).__name__)
@@ -112,7 +114,12 @@ class Reward:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and isfinite(cast("float", value))
+    if not isinstance(value, int | float | np.integer | np.floating | np.bool):
+        return False
+    try:
+        return isfinite(cast("float", value))
+    except OverflowError:  # an int that no float holds
+        return False
 
 
 class Rubric:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any, SupportsFloat, TypeVar
 
 import gymnasium
@@ -37,7 +38,7 @@ class RubricReward(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorArgs)
             env_weight: Weight of the environment's own reward; 0 leaves it out.
 
         Raises:
-            ConfigError: `rubric` is a list of rewards, not a `Rubric`.
+            ConfigError: `rubric` is a list of rewards, not a `Rubric`; or the weight is not finite.
         """
         # Not copied: a judge's engine can't be.
         RecordConstructorArgs.__init__(
@@ -46,6 +47,8 @@ class RubricReward(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorArgs)
         super().__init__(env)
         if not isinstance(rubric, Rubric):  # pyright: ignore[reportUnnecessaryIsInstance]  # users may not check types
             raise ConfigError(f"rubric must be Rubric([Reward(...), ...]), got {rubric!r}.")
+        if not isfinite(env_weight):
+            raise ConfigError(f"env_weight must be a finite number, got {env_weight}.")
         self._rubric, self._env_weight = rubric, float(env_weight)
         self._home = HomeLoop()
         self._moves: list[Move] = []

@@ -10,7 +10,7 @@ from gymnasium import spaces
 import gymllm
 from gymllm.adapters import how_to_answer, parser_for
 from gymllm.adapters.parse import marked_action
-from gymllm.errors import ConfigError, UnknownNameError
+from gymllm.errors import ConfigError, ConfigTypeError, UnknownNameError
 
 NAMES = ("left", "down", "right", "up")
 
@@ -137,6 +137,11 @@ def test_names_that_do_not_fit_are_refused(names: tuple[str, ...]) -> None:
         parser_for(spaces.Discrete(4), names=names)
     with pytest.raises(ConfigError, match="Discrete"):
         parser_for(spaces.MultiBinary(4), names=names)
+
+
+def test_names_that_are_no_texts_are_refused() -> None:
+    with pytest.raises(ConfigTypeError, match=r"action_names must be texts, got \[1, 2\]"):
+        parser_for(spaces.Discrete(2), names=(1, 2))  # type: ignore[arg-type]  # what is tested
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from gymnasium.wrappers import RenderCollection
 import gymllm
 from gymllm.adapters import TextAdapter, how_to_answer, is_text_env, textify
 from gymllm.bridge import run_sync
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, ConfigTypeError, EnvTypeError
 from gymllm.spaces import Message
 from gymllm.testing import check_env_conformance
 
@@ -227,6 +227,18 @@ def test_textify_leaves_text_alone() -> None:
     text.observation_space = gymllm.Unicode()
     assert textify(text) is text
     assert isinstance(textify(echo(spaces.Discrete(2))), TextAdapter)
+
+
+@pytest.mark.parametrize("wrap", [textify, TextAdapter])
+def test_what_is_no_environment_is_named(wrap: Callable[[Any], object]) -> None:
+    with pytest.raises(ConfigTypeError, match=r"needs a gymnasium\.Env, got None"):
+        wrap(None)
+
+
+def test_a_describer_that_gives_no_text_is_named() -> None:
+    env = TextAdapter(echo(spaces.Discrete(2)), describe=lambda observation: observation)
+    with pytest.raises(EnvTypeError, match="a describer must return a str, got 5 of <function"):
+        env.reset()
 
 
 def test_textify_keeps_the_render_mode() -> None:

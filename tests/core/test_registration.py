@@ -15,7 +15,7 @@ import pytest
 
 import gymllm
 import gymllm_envs
-from gymllm.errors import ConfigError, MissingExtraError, UnknownNameError
+from gymllm.errors import ConfigError, ConfigTypeError, MissingExtraError, UnknownNameError
 from gymllm.registration import PROVIDERS, check_id, load_plugins, make
 from gymllm.spaces import Unicode
 
@@ -71,6 +71,12 @@ def test_unknown_id_says_what_is_close() -> None:
     with pytest.raises(UnknownNameError, match="no_such_namespace"):
         make("no_such_namespace/Env-v0")
     check_id("CartPole-v1")
+
+
+@pytest.mark.parametrize("env_id", [None, gymnasium.spec("CartPole-v1")])
+def test_an_id_that_is_no_text_is_named(env_id: Any) -> None:
+    with pytest.raises(ConfigTypeError, match=r"id must be a str such as .*FrozenLake-v0.*, got"):
+        gymllm.make(env_id)
 
 
 def test_wrong_arguments_say_which() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gymllm.bridge import run_sync
+from gymllm.errors import ConfigError
 from gymllm.spaces import Message, Unicode, message
 from gymllm.trajectory import Ending, Trajectory
 from gymllm.transcripts import read_jsonl
@@ -151,3 +152,36 @@ async def test_it_records_in_the_bridge(tmp_path: Path) -> None:
     (episode,) = recorded(tmp_path)
     assert (episode.task.id, episode.reason) == ("gymllm/FrozenLake-v0", "max_turns")
     await run_sync(env.close)
+
+
+def test_options_that_json_cannot_hold_are_written_in_words(tmp_path: Path) -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    options = {"a": [1], "b": float("inf"), "c": {(1, 2): 3}, "d": circle, "e": np.arange(2)}
+    play(RecordTranscript(Echo(), tmp_path), "end", options=options)
+    (episode,) = recorded(tmp_path)
+    assert episode.task.options == {
+        "a": [1],
+        "b": "inf",
+        "c": "{(1, 2): 3}",
+        "d": "[[...]]",
+        "e": "array([0, 1])",
+    }
+
+
+def test_the_env_is_closed_although_nothing_can_be_written(tmp_path: Path) -> None:
+    inner = Echo()
+    env = RecordTranscript(inner, tmp_path / "folder")
+    env.reset()
+    (tmp_path / "folder").write_text("in the way")
+    with pytest.raises(FileExistsError):
+        env.close()
+    assert inner.closes == 1
+
+
+def test_a_folder_or_name_that_cant_be_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is a file"):
+        RecordTranscript(Echo(), tmp_path / "file")
+    with pytest.raises(ConfigError, match="got 'a/b'; give folders as folder="):
+        RecordTranscript(Echo(), tmp_path, name="a/b")

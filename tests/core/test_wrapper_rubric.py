@@ -134,7 +134,9 @@ async def test_async_rewards_are_awaited_on_the_pools_loop_without_blocking_it()
     assert loops == {asyncio.get_running_loop()}
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), [1.0]])
+@pytest.mark.parametrize(
+    "value", [None, "1", float("nan"), float("inf"), [1.0], 10**400, np.complex64(1)]
+)
 def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
     env = RubricReward(Echo(), Rubric([Reward(lambda episode: value, name="odd")]))
     env.reset()
@@ -142,7 +144,7 @@ def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
         env.step("end")
 
 
-@pytest.mark.parametrize("value", [1, True, np.float32(1.0), np.int64(1)])
+@pytest.mark.parametrize("value", [1, True, np.float32(1.0), np.int64(1), np.bool(1)])
 def test_any_number_is_a_reward(value: Any) -> None:
     env = RubricReward(Echo(), Rubric([Reward(lambda episode: value, name="one")]))
     (reward, info), *_ = play(env, ["end"])
@@ -396,3 +398,10 @@ def test_the_default_prompt_says_how_to_answer_in_a_form_that_is_read() -> None:
     play(RubricReward(Echo(), Rubric([look])), ["end"])
     example = judge_prompt(seen[0], "Good?").rpartition("for instance ")[2].strip('".')
     assert read_score(example) == 0.7
+
+
+def test_weights_and_functions_are_checked() -> None:
+    with pytest.raises(ConfigError, match="env_weight must be a finite number, got nan"):
+        RubricReward(Echo(), Rubric([Reward(lambda episode: 1.0, name="one")]), env_weight=np.nan)
+    with pytest.raises(ConfigError, match="a reward function must be a function, got None"):
+        Reward(None)  # type: ignore[arg-type]  # what is tested
