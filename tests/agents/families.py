@@ -80,6 +80,13 @@ def source_folder(family: str, package: str) -> Path:
 
 
 @functools.cache
+def hub_templates() -> dict[str, str]:
+    """Chat templates of some seventy models, by name: those that llama.cpp has its own tests with."""
+    folder = source_folder("llama3.1", "llama.cpp")
+    return {file.stem: file.read_text("utf-8") for file in sorted(folder.glob("*.jinja"))}
+
+
+@functools.cache
 def _problem(name: str) -> str:
     """Why there is no such folder; empty if there is."""
     try:

@@ -16,7 +16,7 @@ import jinja2
 import numpy as np
 import pytest
 import tokenizers
-from families import FAMILIES, family_folder
+from families import FAMILIES, family_folder, hub_templates
 
 from gymllm.errors import ModelError
 from gymllm.message import Message, ToolCall
@@ -322,6 +322,54 @@ def test_images_have_a_place_or_are_refused(family: str):
     if family not in SHOW_IMAGES:
         with pytest.raises(ModelError, match="no place for images"):
             template.render(ours, add_generation_prompt=True)
+
+
+# --- The templates of many more models ---
+
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+
+
+@cache
+def many_templates() -> dict[str, ChatTemplate]:
+    sources = hub_templates()
+    return {model: ChatTemplate(source, variables=SPECIAL) for model, source in sources.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in CONVERSATIONS if name != "an image"])
+def test_every_template_renders_as_in_transformers(name: str):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    pairs = CONVERSATIONS[name]
+    shown = 0
+    for model, template in many_templates().items():
+        for tools in ([], TOOLS):
+            try:
+                text = template.render(
+                    [message for message, _ in pairs], tools=tools, add_generation_prompt=True
+                )
+            except ModelError:
+                text = None
+            render: Any = render_jinja_template
+            expected = None
+            # Where it takes a call only in its other form, that is the one to compare with.
+            for form in (lambda hub: hub, _with_text_arguments):
+                try:
+                    texts, _ = render(
+                        [[form(hub) for _, hub in pairs]],
+                        tools=tools or None,
+                        chat_template=template.source,
+                        add_generation_prompt=True,
+                        **SPECIAL,
+                    )
+                except (jinja2.TemplateError, TypeError, ValueError, AttributeError):
+                    continue
+                expected = texts[0]
+                if text == expected:
+                    break
+            assert text == expected, model
+            shown += text is not None
+    assert shown > 80
 
 
 # --- transformers' environment, where the families' templates don't reach ---
