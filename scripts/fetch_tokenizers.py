@@ -357,13 +357,14 @@ def _replacing(folder: Path) -> Iterator[Path]:
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield new
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            new.rename(folder)
-        except OSError:
-            # Another process was faster. What it made is as good as this, if it is of this recipe.
-            if _stamp(folder) != _stamp(new):
-                raise
+        # Another process may be as far, or faster: what it made of the same recipe is as good.
+        if _stamp(folder) != _stamp(new):
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                new.rename(folder)
+            except OSError:
+                if _stamp(folder) != _stamp(new):
+                    raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
@@ -429,7 +430,7 @@ def _open(url: str, headers: Mapping[str, str] | None = None) -> HTTPResponse:
     if not url.startswith("https://") and not url.startswith("http://"):
         raise ValueError(f"{url} is not an http address")
     request = urllib.request.Request(url, headers=dict(headers or {}))
-    return cast(HTTPResponse, urllib.request.urlopen(request, timeout=60))
+    return cast(HTTPResponse, urllib.request.urlopen(request, timeout=20))
 
 
 class _Counted(io.RawIOBase):

@@ -34,6 +34,7 @@ class _Fetcher(Protocol):
     def fetch(
         self, names: Iterable[str] = ..., *, into: Path | None = ..., report: Callable[[str], None]
     ) -> Path: ...
+    def is_there(self, name: str, cache: Path) -> bool: ...
     def cache_folder(self) -> Path: ...
     def source_folder(self, package: str, cache: Path) -> Path: ...
     def read_gguf_fields(self, file: Path) -> dict[str, object]: ...
@@ -86,11 +87,16 @@ def hub_templates() -> dict[str, str]:
     return {file.stem: file.read_text("utf-8") for file in sorted(folder.glob("*.jinja"))}
 
 
-@functools.cache
+_problems: list[str] = []
+
+
 def _problem(name: str) -> str:
     """Why there is no such folder; empty if there is."""
+    if _problems and not fetcher.is_there(name, fetcher.cache_folder()):
+        return _problems[0]  # a network that was not there is not waited for again
     try:
         fetcher.fetch([name], report=lambda line: None)
     except fetcher.FetchError as error:
-        return str(error)
+        _problems.append(str(error))
+        return _problems[0]
     return ""
