@@ -14,6 +14,8 @@ import gymnasium
 ENVIRONMENTS: dict[str, str] = {
     "gymllm/Arithmetic-v0": "gymllm_envs.arithmetic:Arithmetic",
     "gymllm/FrozenLake-v0": "gymllm_envs.frozen_lake:FrozenLake",
+    "gymllm/PettingZoo-v0": "gymllm_envs.petting_zoo:PettingZoo",
+    "gymllm/TextArena-v0": "gymllm_envs.text_arena:TextArena",
 }
 """Id to the class that is made for it."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gymllm.errors import UnknownNameError
-from gymllm_envs import frozen_lake
+from gymllm_envs import frozen_lake, petting_zoo
 
 ScriptedPlayer = Callable[[str, np.random.Generator, float], str]
 """From a text with the latest observation in it, a generator and a skill of 0 to 1, an action."""
@@ -17,7 +17,15 @@ def _frozen_lake(text: str, rng: np.random.Generator, skill: float) -> str:
     return frozen_lake.scripted_action(text, rng=rng, skill=skill)
 
 
-SCRIPTED_PLAYERS: dict[str, ScriptedPlayer] = {frozen_lake.ENV_ID: _frozen_lake}
+def _petting_zoo(text: str, rng: np.random.Generator, skill: float) -> str:
+    """Plays at random, whatever its skill: one player for every game that says what is possible."""
+    return petting_zoo.scripted_action(text, rng=rng)
+
+
+SCRIPTED_PLAYERS: dict[str, ScriptedPlayer] = {
+    frozen_lake.ENV_ID: _frozen_lake,
+    petting_zoo.ENV_ID: _petting_zoo,
+}
 """Every scripted player."""
 
 
