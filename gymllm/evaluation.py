@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 
 from gymllm.agent import AgentFactory
 from gymllm.engine import Engine
-from gymllm.episode import EnvSource, EpisodeLimits, run_episode
+from gymllm.episode import EnvSource, EpisodeLimits, run_team_episode
 from gymllm.errors import ConfigError
 from gymllm.task import TaskSource
+from gymllm.team import Team, team_of
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Trajectory
 
@@ -40,19 +41,45 @@ class EvaluationResult:
     """What was played, in task order."""
 
     trajectories: tuple[Trajectory, ...]
-    """The last try of each episode."""
+    """The last try of each episode; where several agents play, one of each."""
     retried: Mapping[str, int]
     """Failed tries that were played again, by what broke."""
 
     @property
     def scored(self) -> tuple[Trajectory, ...]:
-        """Episodes that have a reward: all but the failed (invariant 3)."""
+        """Those that have a reward: all but the failed (invariant 3)."""
         return tuple(t for t in self.trajectories if t.ending is not Ending.FAILED)
+
+    @property
+    def episodes(self) -> int:
+        """Episodes that were played."""
+        return len({t.task.index for t in self.trajectories})
 
     @property
     def failed(self) -> int:
         """Episodes that failed at every try."""
-        return len(self.trajectories) - len(self.scored)
+        return len({t.task.index for t in self.trajectories if t.ending is Ending.FAILED})
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Whose trajectories there are; "" where an environment names nobody."""
+        return tuple(dict.fromkeys(t.agent for t in self.scored))
+
+    def of(self, agent: str) -> EvaluationResult:
+        """What one agent's trajectories come to."""
+        return replace(self, trajectories=tuple(t for t in self.trajectories if t.agent == agent))
+
+    def wins(self, agent: str) -> Estimate:
+        """Share of the scored episodes in which an agent's reward is higher than everyone else's."""
+        won: list[float] = []
+        by_episode: dict[int, dict[str, float]] = {}
+        for trajectory in self.scored:
+            by_episode.setdefault(trajectory.task.index, {})[trajectory.agent] = trajectory.reward
+        for rewards in by_episode.values():
+            others = [reward for name, reward in rewards.items() if name != agent]
+            if agent in rewards and others:
+                won.append(float(rewards[agent] > max(others)))
+        return mean_interval(won)
 
     @property
     def reward(self) -> Estimate:
@@ -77,9 +104,10 @@ class EvaluationResult:
     @property
     def endings(self) -> dict[str, int]:
         """Episodes by how they ended ("truncated: max_turns"), most frequent first."""
+        episodes = {t.task.index: t for t in self.trajectories}  # it ended for all agents alike
         names = Counter(
             f"{t.ending.value}: {t.reason.partition(chr(10))[0]}" if t.reason else t.ending.value
-            for t in self.trajectories
+            for t in episodes.values()
         )
         return dict(names.most_common())
 
@@ -92,7 +120,8 @@ class EvaluationResult:
 async def evaluate(
     *,
     pool: EnvSource,
-    make_agent: AgentFactory,
+    make_agent: AgentFactory | None = None,
+    team: Team | None = None,
     engine: Engine,
     tasks: TaskSource,
     episodes: int,
@@ -109,8 +138,10 @@ async def evaluate(
 
     Args:
         pool: Where environments come from; not closed here.
-        make_agent: Makes each episode's agent.
-        engine: The model; not closed here.
+        make_agent: Makes each episode's agent, where there is one.
+        team: Who plays, where there are several; instead of `make_agent`. Trajectories come out of all of
+            them, trainable or not.
+        engine: The model; not closed here. Of a team, that of players without one of their own.
         tasks: The tasks, by index.
         episodes: How many are played, >= 1.
         concurrency: Episodes at once at most, >= 1.
@@ -118,8 +149,14 @@ async def evaluate(
         retries: Further tries of a failed episode, each with another sampling seed.
         limits: What ends an episode if nothing else does.
         timeline: Where spans go.
-        on_trajectory: Called with each episode's last try as it ends.
+        on_trajectory: Called with each trajectory of an episode's last try as it ends.
+
+    Raises:
+        ConfigError: A number is out of its range, or not exactly one of `make_agent` and `team` given.
     """
+    team = {
+        name: player._replace(trainable=True) for name, player in team_of(make_agent, team).items()
+    }
     for name, value, least in (
         ("episodes", episodes, 1),
         ("concurrency", concurrency, 1),
@@ -128,7 +165,7 @@ async def evaluate(
         if value < least:
             raise ConfigError(f"{name} must be >= {least}, got {value}.")
     limits, timeline = limits or EpisodeLimits(), timeline or Timeline()
-    played: dict[int, Trajectory] = {}
+    played: dict[int, list[Trajectory]] = {}
     retried: Counter[str] = Counter()
 
     async def player(indices: Iterator[int]) -> None:
@@ -137,9 +174,9 @@ async def evaluate(
             while True:
                 # A new lease for each try: the pool may have replaced what broke.
                 async with pool.lease() as env:
-                    trajectory = await run_episode(
+                    trajectories = await run_team_episode(
                         env=env,
-                        make_agent=make_agent,
+                        team=team,
                         engine=engine,
                         task=task,
                         member=0,
@@ -148,12 +185,14 @@ async def evaluate(
                         limits=limits,
                         timeline=timeline,
                     )
-                if trajectory.ending is not Ending.FAILED or attempt == retries:
+                first = trajectories[0]
+                if first.ending is not Ending.FAILED or attempt == retries:
                     break
-                retried[trajectory.reason.partition(":")[0]] += 1
+                retried[first.reason.partition(":")[0]] += 1
                 attempt += 1
-            played[index] = trajectory
-            on_trajectory(trajectory)
+            played[index] = trajectories
+            for trajectory in trajectories:
+                on_trajectory(trajectory)
 
     # One iterator for all players: an episode is taken by whoever is free next.
     waiting = iter(range(episodes))
@@ -161,7 +200,8 @@ async def evaluate(
         for number in range(min(concurrency, episodes)):
             players.start_soon(player, waiting, name=f"player {number}")
     return EvaluationResult(
-        trajectories=tuple(played[index] for index in range(episodes)), retried=dict(retried)
+        trajectories=tuple(t for index in range(episodes) for t in played[index]),
+        retried=dict(retried),
     )
 
 

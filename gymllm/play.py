@@ -70,16 +70,16 @@ def play(env: gymnasium.Env[str, str], *, seed: int | None) -> float:
         EOFError: Standard input ended.
         KeyboardInterrupt: Ctrl-C.
     """
-    observation, _ = _answer(env, "reset", check_reset, seed=seed)
+    observation, info = _answer(env, "reset", check_reset, seed=seed)
     total, turns, ending = 0.0, 0, ""
     print(_shown(observation), flush=True)
     while not ending:
-        _say("> ", end="")
+        _say(f"{info.get('agent', '')}> ", end="")
         line = sys.stdin.readline()
         if not line:
             raise EOFError
         result = _answer(env, "step", check_step, line.rstrip("\n"))
-        total, turns = total + result.reward, turns + 1
+        total, turns, info = total + result.reward, turns + 1, result.info
         print(_shown(result.observation), flush=True)
         _say(f"[turn {turns}: reward {result.reward:g}]")
         if result.terminated:
