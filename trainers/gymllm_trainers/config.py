@@ -13,7 +13,7 @@ import difflib
 import itertools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,12 +23,19 @@ import tyro
 from gymllm.errors import ConfigError, RunError
 from gymllm.registration import check_id
 from gymllm.rollout import RolloutConfig
-from gymllm_agents import ToolConfig
-from gymllm_trainers.build import EnvSettings, ToolForm, ToolName
-from gymllm_trainers.config_files import flatten, merge, parse_scalar, read_yaml, to_yaml
+from gymllm_trainers.build import EnvSettings
+from gymllm_trainers.config_files import (
+    flatten,
+    merge,
+    parse_scalar,
+    read_yaml,
+    to_mapping,
+    to_yaml,
+)
 from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import LearnerConfig
 from gymllm_trainers.metrics import WandbMode
+from gymllm_trainers.players import AgentSettings, PlayerSettings, check_players
 from gymllm_trainers.run_folder import RunFolder
 from gymllm_trainers.warm_start import WarmStartConfig
 
@@ -56,17 +63,6 @@ class ModelSettings:
             raise ConfigError(f"model.lora_rank must be >= 0, got {self.lora_rank}.")
         if not self.lora_alpha > 0:
             raise ConfigError(f"model.lora_alpha must be > 0, got {self.lora_alpha}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentSettings(ToolConfig):
-    """The agent: what the policy is told, how it answers, what it may call."""
-
-    tools: tuple[ToolName, ...] = ()
-    """What it may call inside a turn; none makes a plain conversation."""
-    tool_form: ToolForm = "hermes"
-    """How it writes a call. hermes: <tool_call>{"name": "calculator", "arguments": {...}}</tool_call>;
-    plain: calculator(12 * 7) on a line of its own, for tools with one argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +113,12 @@ class TrainConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     env: EnvSettings = field(default_factory=EnvSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
+    # As flags they are taken out before tyro, which knows only the names that are there already.
+    players: Annotated[Mapping[str, PlayerSettings], tyro.conf.Fixed] = field(
+        default_factory=dict[str, PlayerSettings]
+    )
+    """Who plays, where the environment has several agents, by its name of each: as YAML, or
+    --players.player_1.engine frozen. One called "*" plays everyone who is not named."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -129,10 +131,12 @@ class TrainConfig:
             raise ConfigError(f"steps must be >= 1, got {self.steps}.")
         if self.seed < 0:
             raise ConfigError(f"seed must be >= 0, got {self.seed}.")
+        check_players(self.players, temperature=self.agent.temperature)
 
 
 _KWARGS_FLAGS = ("--env.kwargs.", "--env-kwargs.")
 """gymllm-train's own spelling and gymllm-eval's; both programs take both."""
+_PLAYERS_FLAG = "--players."
 
 FIXED_ON_RESUME = (
     "name",
@@ -143,6 +147,7 @@ FIXED_ON_RESUME = (
     "env.kwargs",
     "env.tasks",
     "agent",
+    "players",
     "rollout.group_size",
     "warm_start",
 )
@@ -152,7 +157,10 @@ FIXED_ON_RESUME = (
 _DESCRIPTION = """Trains a language model on an environment with GRPO.
 
 Without arguments: gymllm's own tiny model on FrozenLake, a few minutes on a laptop. Flags go over
---config FILE.yaml, which goes over the defaults shown here."""
+--config FILE.yaml, which goes over the defaults shown here.
+
+Where the environment has several agents, --players.NAME.SETTING VALUE says who plays each of them: engine
+(policy, frozen or scripted), trainable, system_prompt, temperature, max_new_tokens, tools, skill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +199,8 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
         if base.resume is not None:
             raise ConfigError(f"{files.config} sets resume: give --resume on the command line.")
     arguments, kwargs = take_env_kwargs(argv)
-    base = merge(base, {"env": {"kwargs": {**base.env.kwargs, **kwargs}}})
+    arguments, players = take_players(arguments, base.players)
+    base = merge(base, {"env": {"kwargs": {**base.env.kwargs, **kwargs}}, "players": players})
     _check_sections(arguments, base)
     config = tyro.cli(
         _CommandLine,
@@ -280,6 +289,36 @@ def take_env_kwargs(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
         key = flag[len(_KWARGS_FLAGS[0]) :].replace("-", "_")
         kwargs[key] = parse_scalar(value)
     return rest, kwargs
+
+
+def take_players(
+    argv: Sequence[str], before: Mapping[str, PlayerSettings]
+) -> tuple[list[str], dict[str, object]]:
+    """Takes `--players.NAME.SETTING value` out, as `take_env_kwargs` does.
+
+    Returns:
+        The other arguments, and the players: those before, with what the flags say, as in a YAML file.
+
+    Raises:
+        ConfigError: A flag has no value, or no setting.
+    """
+    rest: list[str] = []
+    players = {name: to_mapping(settings) for name, settings in before.items()}
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith(_PLAYERS_FLAG):
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, "--")
+        name, _, setting = flag.removeprefix(_PLAYERS_FLAG).rpartition(".")
+        if value.startswith("--") or not name:
+            raise ConfigError(
+                f"{flag} needs a player, a setting and a value, as in --players.player_1.engine frozen."
+            )
+        players.setdefault(name, {})[setting.replace("-", "_")] = parse_scalar(value)
+    return rest, dict(players)
 
 
 def _check_sections(argv: Sequence[str], config: TrainConfig) -> None:

@@ -233,7 +233,7 @@ def _coerce(value: object, annotation: object, path: str, known: Sequence[str]) 
         if not isinstance(value, Mapping):
             raise _Mismatch
         return {
-            _coerce(k, arguments[0], path, known): _coerce(v, arguments[1], path, known)
+            _coerce(k, arguments[0], path, known): _coerce(v, arguments[1], f"{path}.{k}", known)
             for k, v in value.items()
         }
     nested = _dataclass_of(annotation)

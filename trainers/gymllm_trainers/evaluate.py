@@ -19,26 +19,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from gymllm.engine import Engine
-from gymllm.engines.scripted import ScriptedEngine
 from gymllm.episode import EpisodeLimits
-from gymllm.errors import ConfigError, ModelError, RunError
+from gymllm.errors import ConfigError, ModelError, RunError, UnknownNameError
 from gymllm.evaluation import Estimate, EvaluationResult, evaluate
 from gymllm.event_loop import LOOP_OPTIONS
 from gymllm.memory import collect_rarely
 from gymllm.task import SeededTasks
+from gymllm.team import ANYONE, Team
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Trajectory
 from gymllm.transcripts import to_json, write_html
 from gymllm_agents import Tokenizer, train_tokenizer
-from gymllm_envs.scripted import SCRIPTED_PLAYERS
-from gymllm_trainers.build import EnvSettings, build_agents, open_pool
+from gymllm_trainers.build import EnvSettings, open_pool
 from gymllm_trainers.checkpoint import Checkpointer
-from gymllm_trainers.config import AgentSettings, TrainConfig, take_env_kwargs
+from gymllm_trainers.config import TrainConfig, take_env_kwargs, take_players
 from gymllm_trainers.config_files import merge, parse_scalar, read_yaml
 from gymllm_trainers.engine import EngineConfig, JaxEngine
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.learner import Learner
-from gymllm_trainers.models import Decoder, load_model
+from gymllm_trainers.models import Decoder, LoadedModel, load_model
+from gymllm_trainers.players import (
+    AgentSettings,
+    PlayerSettings,
+    build_team,
+    scripted_engine,
+    scripted_player,
+)
 from gymllm_trainers.report import format_seconds
 from gymllm_trainers.run_folder import LineFile, RunFolder, write_atomically
 from gymllm_trainers.train import TINY, policy_decoder, warm_start_folder
@@ -59,7 +65,9 @@ class EvalSettings:
     """Environment; default: the one of the run, else gymllm/FrozenLake-v0. Its other settings are those
     of gymllm-train: --env.worker process, --env.step-timeout-s 300, ..."""
     env_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
-    """Arguments of the environment, beside those of the run; --env.kwargs.size 5, one flag each."""
+    """Arguments of the environment, beside those of the run; --env.kwargs.size 5, one flag each. So may
+    players be, where it has several agents: --players.player_1.engine scripted. Without any the model
+    plays all of them."""
     config: Path | None = None
     """A training configuration whose environment and agent are used."""
     episodes: int = 64
@@ -100,6 +108,8 @@ class Evaluation:
     """As the user wrote it."""
     env: EnvSettings
     agent: AgentSettings
+    players: Mapping[str, PlayerSettings]
+    """Empty: the model plays every agent there is."""
     engine: EngineConfig
     limits: EpisodeLimits
     retries: int
@@ -123,6 +133,7 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
     """
     arguments, kwargs = take_env_kwargs(argv)
     arguments, env_settings = _take_env_settings(arguments)
+    arguments, players = take_players(arguments, {})
     settings = tyro.cli(
         EvalSettings,
         # "--env.kwargs size 5", as gymllm-train takes it too.
@@ -137,6 +148,9 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
     base = run or TrainConfig()
     if settings.config is not None:
         base = merge(base, read_yaml(settings.config))
+    if players:
+        _, players = take_players(argv, base.players)
+        base = merge(base, {"players": players})
     env_id = env_settings.pop("id", settings.env)
     env = merge(base, {"env": env_settings}).env
     if env_id and env_id != env.id:
@@ -159,6 +173,7 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
         model=settings.model,
         env=env,
         agent=agent,
+        players=base.players,
         engine=dataclasses.replace(base.engine, slots=concurrency, context_length=context_length),
         limits=limits,
         retries=base.rollout.retries,
@@ -214,6 +229,7 @@ def _run(evaluation: Evaluation, interrupt: Interrupt) -> None:
             f"can't write to {evaluation.out}: {error.strerror}. Choose another folder with --out."
         ) from error
     ended: list[Trajectory] = []
+    played: set[int] = set()  # one that several agents play ends with a trajectory of each
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -226,8 +242,9 @@ def _run(evaluation: Evaluation, interrupt: Interrupt) -> None:
 
     def take(trajectory: Trajectory) -> None:
         ended.append(trajectory)
+        played.add(trajectory.task.index)
         lines.write(to_json(trajectory))
-        bar.update(shown, completed=len(ended), description="playing")
+        bar.update(shown, completed=len(played), description="playing")
 
     facts: dict[str, str] = {}
     unwritten: OSError | None = None
@@ -243,6 +260,9 @@ def _run(evaluation: Evaluation, interrupt: Interrupt) -> None:
             )
         if result is not None:
             facts = {"reward": str(result.reward), "endings": _counts(result.endings)}
+            if _several(result):
+                facts = {f"reward of {a}": str(result.of(a).reward) for a in result.agents} | facts
+                del facts["reward"]
     finally:
         lines.close()
         if ended:
@@ -258,7 +278,7 @@ def _run(evaluation: Evaluation, interrupt: Interrupt) -> None:
                 evaluation.out.rmdir()
     console = Console(highlight=False)
     if result is None:
-        console.print(f"Interrupted after {len(ended)} of {evaluation.episodes} episodes.")
+        console.print(f"Interrupted after {len(played)} of {evaluation.episodes} episodes.")
         if ended:
             _say_where(console, evaluation, unwritten)
         return
@@ -267,7 +287,7 @@ def _run(evaluation: Evaluation, interrupt: Interrupt) -> None:
         write_atomically(evaluation.out / "summary.json", summary.encode())
     except OSError as error:
         unwritten = error
-    if all(not t.turns and t.reason == "context_length" for t in result.trajectories):
+    if all(not t.turns and t.reason.startswith("context_length") for t in result.trajectories):
         raise RunError(
             "no episode had a first turn: its prompt leaves no room in a context of "
             f"{evaluation.engine.context_length} tokens. Raise --context-length."
@@ -305,15 +325,12 @@ async def play(
     env, timeline = evaluation.env, Timeline()
     async with open_pool(env, evaluation.concurrency) as pool:
         engine, tokenizer = _engine(evaluation, timeline)
+        others: list[Engine] = []
         try:
+            team = _team(evaluation, tokenizer, timeline, others)
             return await evaluate(
                 pool=pool,
-                make_agent=build_agents(
-                    tokenizer,
-                    evaluation.agent,
-                    evaluation.agent.tools,
-                    form=evaluation.agent.tool_form,
-                ),
+                team=team,
                 engine=engine,
                 tasks=SeededTasks(run_seed=evaluation.seed, split="evaluation", count=env.tasks),
                 episodes=evaluation.episodes,
@@ -326,32 +343,68 @@ async def play(
             )
         finally:
             with anyio.CancelScope(shield=True):
-                await engine.aclose()
+                for one in (engine, *others):
+                    await one.aclose()
 
 
 def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokenizer]:
     if evaluation.model == SCRIPTED:
-        player = SCRIPTED_PLAYERS.get(evaluation.env.id)
-        if player is None:
-            raise ConfigError(
-                f"there is no scripted player for {evaluation.env.id}, only for "
-                f"{', '.join(SCRIPTED_PLAYERS)}. Give another --model: a run's folder, a model's "
-                "folder, or smollm2."
-            )
         # Any tokenizer does: the player reads and writes text. One without merges is made at once.
         tokenizer = train_tokenizer([], vocab_size=259)
-        engine = ScriptedEngine(
-            lambda prompt, rng: player(prompt, rng, evaluation.skill),
-            tokenizer,
-            context_length=evaluation.engine.context_length,
-        )
-        return engine, tokenizer
+        return _scripted(evaluation, tokenizer, evaluation.skill), tokenizer
     if evaluation.run is not None:
         decoder, tokenizer = _run_policy(RunFolder(Path(evaluation.model)), evaluation.run)
     else:
         model = load_model(evaluation.model, dtype=evaluation.dtype)
         decoder, tokenizer = model.decoder(), model.tokenizer
     return JaxEngine(decoder, evaluation.engine, timeline=timeline), tokenizer
+
+
+def _team(
+    evaluation: Evaluation, tokenizer: Tokenizer, timeline: Timeline, others: list[Engine]
+) -> Team:
+    """Who plays; engines that are made for it are added to `others`."""
+    players = evaluation.players or {ANYONE: PlayerSettings()}
+    made: dict[PlayerSettings, Engine] = {}
+
+    def engine_of(settings: PlayerSettings) -> Engine | None:
+        if settings.engine == "frozen" and evaluation.run is not None:
+            key = PlayerSettings(engine="frozen")
+            if key not in made:
+                model = _start(evaluation.run)
+                decoder = model.decoder(compute_dtype=evaluation.run.model.compute_dtype)
+                made[key] = JaxEngine(
+                    decoder, evaluation.engine, timeline=timeline, name="frozen_engine"
+                )
+                others.append(made[key])
+            return made[key]
+        if settings.engine == "scripted":
+            if settings not in made:
+                made[settings] = _scripted(evaluation, tokenizer, settings.skill)
+                others.append(made[settings])
+            return made[settings]
+        return None  # a model that no run trained is as it was
+
+    return build_team(tokenizer, evaluation.agent, players, engine_of=engine_of)
+
+
+def _scripted(evaluation: Evaluation, tokenizer: Tokenizer, skill: float) -> Engine:
+    try:
+        player = scripted_player(evaluation.env.id)
+    except UnknownNameError as problem:
+        raise ConfigError(
+            f"there is no scripted player for {evaluation.env.id}, only for "
+            f"{', '.join(problem.known)}. Give another --model: a run's folder, a model's folder, or "
+            "smollm2."
+        ) from None
+    length = evaluation.engine.context_length
+    return scripted_engine(player, tokenizer, skill=skill, context_length=length)
+
+
+def _start(config: TrainConfig) -> LoadedModel:
+    """The model that a run started from."""
+    start = str(warm_start_folder(config)) if config.model.name == TINY else config.model.name
+    return load_model(start, dtype=config.model.dtype)
 
 
 def _run_policy(folder: RunFolder, config: TrainConfig) -> tuple[Decoder, Tokenizer]:
@@ -369,8 +422,7 @@ def _run_policy(folder: RunFolder, config: TrainConfig) -> tuple[Decoder, Tokeni
             f"the run in {folder.path} has no checkpoint yet. "
             f"Continue it with gymllm-train --resume {folder.path}."
         )
-    start = str(warm_start_folder(config)) if config.model.name == TINY else config.model.name
-    model = load_model(start, dtype=config.model.dtype)
+    model = _start(config)
     learner = Learner(
         policy_decoder(config, model),
         config.learner,
@@ -391,7 +443,7 @@ def summarize(evaluation: Evaluation, result: EvaluationResult) -> dict[str, obj
         "env_kwargs": dict(evaluation.env.kwargs),
         "seed": evaluation.seed,
         "temperature": evaluation.agent.temperature,
-        "episodes": len(result.trajectories),
+        "episodes": result.episodes,
         "failed": result.failed,
         "retried": dict(result.retried),
         "reward": _estimate(result.reward),
@@ -400,30 +452,47 @@ def summarize(evaluation: Evaluation, result: EvaluationResult) -> dict[str, obj
         "generated_tokens": _estimate(result.generated_tokens),
         "invalid_actions": result.invalid_actions,
         "endings": result.endings,
+        **({"agents": _agents(result)} if _several(result) else {}),
+    }
+
+
+def _several(result: EvaluationResult) -> bool:
+    return result.agents not in ((), ("",))
+
+
+def _agents(result: EvaluationResult) -> dict[str, object]:
+    """What each agent's episodes come to."""
+    return {
+        agent: {"reward": _estimate(result.of(agent).reward), "wins": _estimate(result.wins(agent))}
+        for agent in result.agents
     }
 
 
 def result_table(evaluation: Evaluation, result: EvaluationResult, elapsed_s: float) -> Table:
     """The result for a person."""
-    episodes = f"{len(result.trajectories)} episodes"
+    episodes = f"{result.episodes} episodes"
     table = Table(
         title=f"{evaluation.model} on {evaluation.env.id}, {episodes}", title_style="bold"
     )
     table.add_column("")
     table.add_column("mean", justify="right")
     table.add_column("95 % interval", justify="right")
+    rewards = [("reward", result.reward, 3)]
+    if _several(result):
+        rewards = [(f"reward of {agent}", result.of(agent).reward, 3) for agent in result.agents]
+        rewards += [(f"wins of {agent}", result.wins(agent), 3) for agent in result.agents]
     for label, estimate, digits in (
-        ("reward", result.reward, 3),
+        *rewards,
         ("turns", result.turns, 1),
         ("tokens", result.tokens, 0),
         ("generated tokens", result.generated_tokens, 0),
     ):
         interval = f"{estimate.low:.{digits}f} to {estimate.high:.{digits}f}"
-        style = "bold" if label == "reward" else ""
+        style = "bold" if label.startswith("reward") else ""
         table.add_row(label, f"{estimate.mean:.{digits}f}", interval, style=style)
     table.add_section()
     for ending, count in result.endings.items():
-        table.add_row(_short(ending), str(count), f"{count / len(result.trajectories):.0%}")
+        table.add_row(_short(ending), str(count), f"{count / result.episodes:.0%}")
     if result.invalid_actions:
         table.add_row("actions not readable", str(result.invalid_actions), "")
     if result.retried:

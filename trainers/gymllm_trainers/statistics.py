@@ -54,6 +54,10 @@ class StepStatistics:
             "turn/generated_tokens": _mean([turn.generated_tokens for turn in turns]),
         }
         metrics |= {
+            f"reward/{agent}": _mean([e.reward for e in episodes if e.agent == agent])
+            for agent in sorted({episode.agent for episode in episodes} - {""})
+        }
+        metrics |= {
             f"episode/truncated/{limit}": count / len(episodes)
             for limit, count in endings.items()
             if limit

@@ -17,18 +17,19 @@ import anyio.to_thread
 import jax.numpy as jnp
 from flax import nnx
 
-from gymllm.agent import AgentFactory
+from gymllm.engine import Engine
 from gymllm.errors import ConfigError, RunError, UnknownNameError
 from gymllm.event_loop import LOOP_OPTIONS
 from gymllm.memory import collect_rarely
 from gymllm.pool import EnvPool
 from gymllm.rollout import AdmissionGate, Rollout
 from gymllm.task import SeededTasks
+from gymllm.team import Team
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Group, Trajectory
 from gymllm_agents import Tokenizer
 from gymllm_envs.scripted import SCRIPTED_PLAYERS
-from gymllm_trainers.build import build_agents, open_pool
+from gymllm_trainers.build import open_pool
 from gymllm_trainers.checkpoint import Checkpointer, Json
 from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.config import TrainConfig, open_run_folder
@@ -45,6 +46,12 @@ from gymllm_trainers.models import (
     decoder_params,
     load_model,
     save_model,
+)
+from gymllm_trainers.players import (
+    PlayerSettings,
+    build_team,
+    scripted_engine,
+    scripted_player,
 )
 from gymllm_trainers.report import print_report
 from gymllm_trainers.run_files import RunFiles
@@ -147,25 +154,30 @@ async def _set_up_and_train(session: _Session) -> None:
         started = time.monotonic()
         model = await _model(config, pool, display.phase)
         session.files.notes.append(f"model ready after {time.monotonic() - started:.1f} s")
-        agents = build_agents(
-            model.tokenizer, config.agent, config.agent.tools, form=config.agent.tool_form
-        )
         clock.enter("compile")
         display.phase("compiling")
         learner, engine = await _in_thread(lambda: _learner_and_engine(session, model))
+        others: dict[PlayerSettings, Engine] = {}
         try:
-            await _train(session, pool, model.tokenizer, agents, learner, engine)
+            team = build_team(
+                model.tokenizer,
+                config.agent,
+                config.players,
+                engine_of=lambda settings: _other_engine(session, model, others, settings),
+            )
+            await _train(session, pool, model.tokenizer, team, learner, engine)
         finally:
             clock.enter("closed")
             with anyio.CancelScope(shield=True):
-                await engine.aclose()
+                for one in (engine, *others.values()):
+                    await one.aclose()
 
 
 async def _train(
     session: _Session,
     pool: EnvPool,
     tokenizer: Tokenizer,
-    agents: AgentFactory,
+    team: Team,
     learner: Learner,
     engine: JaxEngine,
 ) -> None:
@@ -175,25 +187,26 @@ async def _train(
     gate = AdmissionGate(
         groups_per_step=config.learner.groups_per_step, max_lag=config.rollout.max_lag
     )
-    first_index, again = _position(session)
+    start = _position(session)
     rollout = Rollout(
         pool=pool,
-        make_agent=agents,
+        team=team,
         engine=engine,
         tasks=SeededTasks(run_seed=config.seed, count=config.env.tasks),
         config=config.rollout,
         gate=gate,
         run_seed=config.seed,
         timeline=session.timeline,
-        first_index=first_index,
-        again=again,
+        first_index=start.next_task,
+        again=start.again,
+        settled=start.settled,
         on_trajectory=lambda trajectory: _keep_failed(session, learner.version + 1, trajectory),
     )
     engine.idle_cause = lambda: (
         "waiting: environments" if rollout.counts.in_flight else "waiting: learner"
     )
     # What a checkpoint holds, taken only between steps: at Ctrl-C a step may be half done in its thread.
-    progress = _Progress(learner.state, *rollout.position())
+    progress = _Progress(learner.state, _TaskPosition.of(rollout))
     view.step, view.phase = learner.version, "training"
     session.display.phase("training")
     statistics = StepStatistics()
@@ -215,7 +228,7 @@ async def _train(
                         flat.end()
                         pending.append(group)
                     else:
-                        rollout.settle(group.task)
+                        rollout.settle(group.task, group.agent)
                         gate.leave()
                         flat.add(group)
                     if learner.full_batches:
@@ -228,9 +241,9 @@ async def _train(
                 clock.enter("publish")
                 engine.publish(await _in_thread(learner.weights), learner.version)
                 for group in pending:
-                    rollout.settle(group.task)
+                    rollout.settle(group.task, group.agent)
                 gate.leave(len(pending))
-                progress = _Progress(learner.state, *rollout.position())
+                progress = _Progress(learner.state, _TaskPosition.of(rollout))
                 clock.enter("log")
                 seconds = time.monotonic() - started
                 numbers = {
@@ -299,9 +312,7 @@ async def _model(
             settings,
             pool=pool,
             player=player,
-            agents=lambda tokenizer: build_agents(
-                tokenizer, config.agent, config.agent.tools, form=config.agent.tool_form
-            ),
+            agents=lambda tokenizer: build_team(tokenizer, config.agent, config.players),
             limits=config.rollout.limits,
             context_length=config.engine.context_length,
             row_tokens=2 * config.engine.context_length,
@@ -319,6 +330,8 @@ def warm_start_folder(config: TrainConfig) -> Path:
         "max_turns": config.rollout.max_turns,
         "context_length": config.engine.context_length,
     }
+    if config.players:
+        depends_on["players"] = {name: asdict(player) for name, player in config.players.items()}
     return cache_folder(config.warm_start, seed=config.seed, depends_on=depends_on)
 
 
@@ -355,14 +368,47 @@ def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner,
     return learner, engine
 
 
-def _position(session: _Session) -> tuple[int, list[int]]:
-    """First task that was never started, and those to play again."""
+def _other_engine(
+    session: _Session,
+    model: LoadedModel,
+    made: dict[PlayerSettings, Engine],
+    settings: PlayerSettings,
+) -> Engine | None:
+    """The engine of a player that isn't the policy; made once for all that are alike."""
+    config = session.config
+    if settings.engine == "policy":
+        return None
+    frozen = settings.engine == "frozen"
+    key = PlayerSettings(engine="frozen") if frozen else settings
+    if key not in made and frozen:
+        decoder = model.decoder(compute_dtype=jnp.dtype(config.model.compute_dtype))
+        made[key] = JaxEngine(
+            decoder, config.engine, timeline=session.timeline, name="frozen_engine"
+        )
+    elif key not in made:
+        made[key] = scripted_engine(
+            scripted_player(config.env.id),
+            model.tokenizer,
+            skill=settings.skill,
+            context_length=config.engine.context_length,
+        )
+    return made[key]
+
+
+def _position(session: _Session) -> _TaskPosition:
+    """Where the run goes on."""
     if session.resume_step is None:
-        return 0, []
+        return _TaskPosition(next_task=0, again=[], settled={})
     state = session.checkpoints.restore_state(session.resume_step)
     match state:
         case {"next_task": int(first), "again": list(again)}:
-            return first, cast("list[int]", again)
+            # Of tasks with one agent, all that a checkpoint says.
+            settled = cast("dict[str, list[str]]", state.get("settled", {}))
+            return _TaskPosition(
+                next_task=first,
+                again=cast("list[int]", again),
+                settled={int(index): agents for index, agents in settled.items()},
+            )
         case _:
             raise session.checkpoints.damaged(
                 session.resume_step, "state.json lacks next_task or again"
@@ -372,20 +418,39 @@ def _position(session: _Session) -> tuple[int, list[int]]:
 # ------------------------------------------------------------------ what is kept
 
 
+@dataclass(frozen=True, kw_only=True)
+class _TaskPosition:
+    """Which tasks are done: none is lost, none trained twice."""
+
+    next_task: int
+    """First that was never started."""
+    again: list[int]
+    """Those before it that must be played again."""
+    settled: dict[int, list[str]]
+    """Of these, agents whose group is done already."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> _TaskPosition:
+        """A rollout's, now."""
+        next_task, again = rollout.position()
+        return cls(next_task=next_task, again=again, settled=rollout.settled())
+
+
 @dataclass(frozen=True)
 class _Progress:
-    """Parameters and the tasks that belong to them: none lost, none trained twice."""
+    """Parameters and the tasks that belong to them."""
 
     state: LearnerState
-    next_task: int
-    again: list[int]
+    tasks: _TaskPosition
 
 
 def _checkpoint(session: _Session, progress: _Progress) -> None:
     arrays = {"trainable": progress.state.trainable, "optimizer": progress.state.optimizer}
+    settled = {str(index): agents for index, agents in progress.tasks.settled.items()}
     tasks: dict[str, Json] = {
-        "next_task": progress.next_task,
-        "again": cast("list[Json]", progress.again),
+        "next_task": progress.tasks.next_task,
+        "again": cast("list[Json]", progress.tasks.again),
+        "settled": cast("dict[str, Json]", settled),
     }
     session.checkpoints.save(progress.state.version, arrays, tasks)
 

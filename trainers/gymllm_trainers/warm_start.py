@@ -19,13 +19,13 @@ import anyio.to_thread
 import numpy as np
 import platformdirs
 
-from gymllm.agent import AgentFactory
 from gymllm.engine import Engine
 from gymllm.engines.scripted import ScriptedEngine
-from gymllm.episode import EpisodeLimits, run_episode
+from gymllm.episode import EpisodeLimits, run_team_episode
 from gymllm.errors import ConfigError, RunError
 from gymllm.pool import EnvPool
 from gymllm.task import SeededTasks
+from gymllm.team import Team
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Trajectory
 from gymllm_agents import Tokenizer, train_tokenizer
@@ -82,36 +82,40 @@ def cache_folder(config: WarmStartConfig, *, seed: int, depends_on: dict[str, ob
 
 async def scripted_episodes(
     pool: EnvPool,
-    make_agent: AgentFactory,
+    team: Team,
     engine: Engine,
     *,
     episodes: int,
     seed: int,
     limits: EpisodeLimits,
 ) -> list[Trajectory]:
-    """Plays scripted episodes, one after another: nothing waits, so nothing is gained at once."""
+    """Plays scripted episodes, one after another: nothing waits, so nothing is gained at once.
+
+    Where several agents are trained, an episode's trajectories count as one each.
+    """
     tasks = SeededTasks(run_seed=seed, split="warm-start")
     timeline = Timeline(1)
     played: list[Trajectory] = []
-    failed = 0
+    started = failed = 0
     while len(played) < episodes:
         async with pool.lease() as env:
-            trajectory = await run_episode(
+            trajectories = await run_team_episode(
                 env=env,
-                make_agent=make_agent,
+                team=team,
                 engine=engine,
-                task=tasks.task(len(played) + failed),
+                task=tasks.task(started),
                 member=0,
                 run_seed=seed,
                 limits=limits,
                 timeline=timeline,
             )
-        if trajectory.ending is Ending.FAILED:
+        started += 1
+        if trajectories[0].ending is Ending.FAILED:
             failed += 1
             if failed > episodes:
-                raise RunError(f"scripted episodes keep failing: {trajectory.reason}")
+                raise RunError(f"scripted episodes keep failing: {trajectories[0].reason}")
         else:
-            played.append(trajectory)
+            played += trajectories
     return played
 
 
@@ -177,7 +181,7 @@ async def warm_start(
     *,
     pool: EnvPool,
     player: ScriptedPlayer,
-    agents: Callable[[Tokenizer], AgentFactory],
+    agents: Callable[[Tokenizer], Team],
     limits: EpisodeLimits,
     context_length: int,
     row_tokens: int,
@@ -191,7 +195,7 @@ async def warm_start(
         config: How.
         pool: The environments.
         player: What is imitated.
-        agents: Makes agents for a tokenizer, as the run will.
+        agents: Makes who plays for a tokenizer, as the run will; the scripted player acts for all.
         limits: Of the scripted episodes.
         context_length: Longest episode, in tokens.
         row_tokens: Tokens of a training row.

@@ -62,6 +62,7 @@ class JaxEngine:
         *,
         timeline: Timeline,
         version: int = 0,
+        name: str = "engine",
         log: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Starts the engine's thread, which compiles first; requests wait meanwhile.
@@ -69,8 +70,9 @@ class JaxEngine:
         Args:
             decoder: The model, without adapters. Its arrays are shared, never written to.
             config: Sizes.
-            timeline: Where spans go; the engine's clock is "engine".
+            timeline: Where spans go.
             version: Policy version of these weights.
+            name: What its clock and its thread are called.
             log: Called with each program's name as it is compiled.
         """
         self.config = config
@@ -83,7 +85,7 @@ class JaxEngine:
         self._state, self._version = state, version
         self._next: tuple[Tree, int] | None = None
         self._log = log
-        self._timeline, self._clock = timeline, timeline.clock("engine")
+        self._timeline, self._clock = timeline, timeline.clock(name)
         self._slots = SlotScheduler(config)
         self._tickets: dict[Request, _Ticket] = {}
         self._new: list[_Ticket] = []
@@ -93,7 +95,7 @@ class JaxEngine:
         self.ready = threading.Event()
         """Set once everything is compiled."""
         # A daemon, so that a program that won't end can't keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------ the async face

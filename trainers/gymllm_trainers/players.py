@@ -1,0 +1,145 @@
+"""Who plays: settings of the agent, of each where there are several, and the team that they make."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from gymllm.engine import Engine
+from gymllm.engines.scripted import ScriptedEngine
+from gymllm.errors import ConfigError, UnknownNameError
+from gymllm.team import ANYONE, Player, Team
+from gymllm_agents import Tokenizer, ToolConfig
+from gymllm_envs.scripted import SCRIPTED_PLAYERS, ScriptedPlayer
+from gymllm_trainers.build import ToolForm, ToolName, build_agents
+
+EngineName = Literal["policy", "frozen", "scripted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings(ToolConfig):
+    """The agent: what the policy is told, how it answers, what it may call."""
+
+    tools: tuple[ToolName, ...] = ()
+    """What it may call inside a turn; none makes a plain conversation."""
+    tool_form: ToolForm = "hermes"
+    """How it writes a call. hermes: <tool_call>{"name": "calculator", "arguments": {...}}</tool_call>;
+    plain: calculator(12 * 7) on a line of its own, for tools with one argument."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayerSettings:
+    """One agent of an environment with several. What is not given is as `agent` has it."""
+
+    engine: EngineName = "policy"
+    """policy: the weights that are trained, as they are now; frozen: those that the run started from;
+    scripted: the environment's own scripted player."""
+    trainable: bool | None = None
+    """Whether its episodes are trained on; by default those of the policy are."""
+    system_prompt: str | None = None
+    """What it is told first."""
+    temperature: float | None = None
+    """Softmax temperature of sampling; of one that is trained, the learner needs agent.temperature."""
+    max_new_tokens: int | None = None
+    """Most tokens of one answer."""
+    tools: tuple[ToolName, ...] | None = None
+    """What it may call inside a turn."""
+    skill: float = 1.0
+    """How well a scripted player plays, from 0 to 1."""
+
+    def __post_init__(self) -> None:
+        if self.trainable and self.engine != "policy":
+            raise ConfigError(
+                f"a player of engine {self.engine} can't be trainable: its tokens are not the policy's."
+            )
+        if not 0 <= self.skill <= 1:
+            raise ConfigError(f"a player's skill must be from 0 to 1, got {self.skill}.")
+
+    @property
+    def trained(self) -> bool:
+        """Whether its episodes are trained on."""
+        return self.engine == "policy" if self.trainable is None else self.trainable
+
+
+def check_players(players: Mapping[str, PlayerSettings], *, temperature: float) -> None:
+    """That a run can train them.
+
+    Args:
+        players: By the environment's name of their agent.
+        temperature: That of `agent`, which the learner reckons with.
+
+    Raises:
+        ConfigError: Nobody is trained, or everybody who is not named, or one at another temperature.
+    """
+    for name, settings in players.items():
+        if name == ANYONE and settings.trained:
+            raise ConfigError(
+                f"players.{ANYONE} can't be trained, as groups need names: set players.{ANYONE}.trainable "
+                "to false, or name each agent that is trained."
+            )
+        if settings.trained and settings.temperature not in (None, temperature):
+            raise ConfigError(
+                f"players.{name}.temperature must be agent.temperature ({temperature:g}) for a player that "
+                f"is trained, got {settings.temperature:g}."
+            )
+    if players and not any(settings.trained for settings in players.values()):
+        raise ConfigError(f"players: nobody is trained, got {', '.join(players)}.")
+
+
+def build_team(
+    tokenizer: Tokenizer,
+    agent: AgentSettings,
+    players: Mapping[str, PlayerSettings],
+    *,
+    engine_of: Callable[[PlayerSettings], Engine | None] = lambda settings: None,
+) -> Team:
+    """A team of the players; without any, one agent without a name.
+
+    Args:
+        tokenizer: Has a chat template.
+        agent: What all have in common.
+        players: By the environment's name of their agent.
+        engine_of: Gives a player's engine; None is the run's own.
+
+    Raises:
+        ConfigError: A setting can't be used.
+        ModelError: The tokenizer's chat template can't be used.
+    """
+    team: dict[str, Player] = {}
+    for name, settings in (players or {"": PlayerSettings()}).items():
+        changes = {
+            field: value
+            for field in ("system_prompt", "temperature", "max_new_tokens", "tools")
+            if (value := getattr(settings, field)) is not None
+        }
+        own = dataclasses.replace(agent, **changes)
+        factory = build_agents(tokenizer, own, own.tools, form=own.tool_form)
+        team[name] = Player(factory, engine=engine_of(settings), trainable=settings.trained)
+    return team
+
+
+def scripted_player(env_id: str) -> ScriptedPlayer:
+    """The scripted player of an environment.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    player = SCRIPTED_PLAYERS.get(env_id)
+    if player is None:
+        raise UnknownNameError("environment with a scripted player", env_id, SCRIPTED_PLAYERS)
+    return player
+
+
+def scripted_engine(
+    player: ScriptedPlayer, tokenizer: Tokenizer, *, skill: float, context_length: int
+) -> ScriptedEngine:
+    """An engine that answers as a scripted player plays."""
+
+    def reply(prompt: str, rng: np.random.Generator) -> str:
+        return player(prompt, rng, skill)
+
+    return ScriptedEngine(reply, tokenizer, context_length=context_length)
