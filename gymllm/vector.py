@@ -21,6 +21,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 
 from gymllm.bridge import Finished, HomeLoop
 from gymllm.errors import ConfigError, ConfigTypeError, EnvBatchError, EnvError, UnsendableError
+from gymllm.vector_info import add_info
 from gymllm.workers import EnvFacts, Slot, StepResult
 from gymllm.workers.given import checked_options, checked_seed
 from gymllm.workers.worker import CALL, NoAttribute
@@ -77,6 +78,7 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         mask = _mask(given if reset_mask is None else reset_mask, self.num_envs)
         seeds = _seeds(seed, self.num_envs)
         state = self._vector_state()
+        state.ended |= mask  # stays so if this is interrupted
         answers = self._home.run(
             self._gather(
                 {
@@ -122,14 +124,20 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
                 f"environments {state.ended.nonzero()[0].tolist()} have no episode to step; reset "
                 'them, e.g. with options={"reset_mask": terminated | truncated}.'
             )
-        answers = self._home.run(
-            self._gather(
-                {
-                    i: functools.partial(self._begin_step, i, action, reset_first=state.ended[i])
-                    for i, action in enumerate(actions)
-                }
+        ended = state.ended.copy()
+        state.ended[:] = True  # stays so if this is interrupted: who has stepped is not known
+        try:
+            answers = self._home.run(
+                self._gather(
+                    {
+                        i: functools.partial(self._begin_step, i, action, reset_first=ended[i])
+                        for i, action in enumerate(actions)
+                    }
+                )
             )
-        )
+        except UnsendableError:
+            state.ended = ended
+            raise
         infos: dict[str, Any] = {}
         rewards = np.zeros(self.num_envs, np.float64)
         terminated, truncated = np.zeros((2, self.num_envs), np.bool)
@@ -248,6 +256,13 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         """Metadata of one environment, and the pool's autoreset mode."""
         return {**self._facts.metadata, "autoreset_mode": self.autoreset_mode}
 
+    def _add_info(
+        self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int
+    ) -> dict[str, Any]:
+        """As Gymnasium's, where infos may differ in their types."""
+        add_info(vector_infos, env_info, env_num, self.num_envs)
+        return vector_infos
+
     def _vector_state(self) -> _VectorState:
         if self._vector is None or self.closed:
             self._take_all()
@@ -274,6 +289,8 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         self, calls: Mapping[int, Callable[[], Finished[T] | Coroutine[object, Any, T]]]
     ) -> dict[int, T | EnvError]:
         """Makes all calls at once; each one's answer or fault, in order."""
+        for index in calls:
+            await self._slots[index].wait_idle()  # of an interrupted call
         answers: dict[int, T | EnvError] = {}
         refused: list[UnsendableError] = []
         waiting: list[tuple[int, Coroutine[object, Any, T]]] = []

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -761,6 +763,29 @@ def test_wrong_masks_are_refused(mask: object, message: str) -> None:
     pool.reset()
     with pytest.raises(ConfigError, match="expected 3 actions, got 1"):
         pool.step(("a",))
+    pool.close()
+
+
+@pytest.mark.parametrize("worker", ["inline", "thread"])
+def test_an_interrupted_step_leaves_a_pool_that_can_be_reset(worker: str) -> None:
+    log: list[str] = []
+    pool = gymllm.EnvPool(lambda: Faulty(log), 2, worker=worker)
+    pool.reset(seed=1)
+
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        while "waiting" not in log:
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.step(("hang", "fine"))
+    with pytest.raises(ResetNeeded, match=r"environments \[0, 1\] have no episode"):
+        pool.step(("fine", "fine"))
+    assert pool.reset(seed=3)[0] == ("seed 3", "seed 4")
+    assert pool.step(("fine", "fine"))[0] == ("text", "text")
     pool.close()
 
 
