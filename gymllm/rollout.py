@@ -222,7 +222,12 @@ class Rollout:
         """Says that a task's group of an agent was trained on or set aside: it must not come again.
 
         Once all of its groups are settled, a resume does not play the task again.
+
+        Raises:
+            ValueError: The agent has no groups.
         """
+        if agent not in self._agents:
+            raise ValueError(f"no groups of agent {agent!r}, only of {', '.join(self._agents)}.")
         unsettled = self._unfinished.get(task.index, set())
         unsettled.discard(agent)
         if not unsettled:

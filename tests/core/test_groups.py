@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -112,3 +113,21 @@ def test_a_task_has_one_open_group() -> None:
 def test_a_group_has_at_least_two_members() -> None:
     with pytest.raises(ConfigError, match=r"rollout.group_size must be >= 2 .*, got 1"):
         GroupStream(1)
+
+
+def test_each_agent_has_a_group_of_its_own() -> None:
+    groups = GroupStream(2)
+    groups.open(TASKS[0], ["a", "b"])
+    assert groups.open_groups == 2
+    assert groups.add(replace(trajectory(0, 0), agent="b")) is None
+    assert groups.add(replace(trajectory(0, 1), agent="a")) is None
+    group = groups.add(replace(trajectory(0, 1), agent="b"))
+    assert group is not None
+    assert (group.agent, group.rewards) == ("b", (0, 1))
+    assert {t.agent for t in group.trajectories} == {"b"}
+    with pytest.raises(ValueError, match="no open place for 'b' in member 0 of task 0"):
+        groups.add(replace(trajectory(0, 0), agent="b"))
+    with pytest.raises(ValueError, match="no open place for member 0 of task 0"):
+        groups.add(trajectory(0, 0))
+    assert groups.drop(TASKS[0]) == 1, "one episode, whoever played it"
+    assert groups.open_groups == 0
