@@ -24,7 +24,7 @@ from gymllm.pool import EnvPool
 from gymllm.rollout import AdmissionGate, Rollout, RolloutConfig
 from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
-from gymllm_agents import ConversationAgent, ConversationConfig, train_tokenizer
+from gymllm_agents import ConversationConfig, ModelAgent, train_tokenizer
 from gymllm_trainers.engine import EngineConfig, JaxEngine
 from gymllm_trainers.learner import Learner, LearnerConfig
 from gymllm_trainers.memory import keep_freed_memory
@@ -93,7 +93,7 @@ async def measure(steps: int) -> tuple[list[float], int, dict[str, float]]:
     await anyio.to_thread.run_sync(learner.compile)
     rollout = Rollout(
         pool=pool,
-        make_agent=ConversationAgent.factory(tokenizer, ConversationConfig(max_new_tokens=20)),
+        make_agent=ModelAgent.factory(tokenizer, ConversationConfig(max_new_tokens=20)),
         engine=engine,
         tasks=SeededTasks(run_seed=0),
         config=config,

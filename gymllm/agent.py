@@ -13,6 +13,7 @@ from typing import Protocol
 from gymllm.engine import Engine
 from gymllm.ledger import Segment
 from gymllm.message import Message
+from gymllm.spaces import TextOrMessage
 from gymllm.timeline import Timeline
 
 
@@ -47,7 +48,7 @@ class Action:
 class Agent(Protocol):
     """Plays one episode."""
 
-    async def act(self, observation: str) -> Action:
+    async def act(self, observation: TextOrMessage) -> Action:
         """Appends the observation to the conversation and returns the policy's action."""
         ...
 

@@ -54,7 +54,8 @@ class GenerateRequest:
     """One call of an engine."""
 
     prompt_ids: Sequence[int] | IntArray
-    """The whole prompt, every earlier turn included; an array is not written to. An engine finds shared prefixes by itself."""
+    """The whole prompt, every earlier turn included; an array is not written to. An engine finds shared
+    prefixes by itself."""
     sampling: SamplingParams
     request_id: str = ""
     """A name for traces and errors."""

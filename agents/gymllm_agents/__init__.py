@@ -1,26 +1,36 @@
 """Agents of gymllm: observations to messages, messages to exact tokens, tokens to actions.
 
-tokenizer, chat_template    the model's own files
-chat_format                 what each turn adds, in ids
-conversation                the ledger at work, and the plain agent
-tools, parsers              what a model can call, and how it writes that
-tool_agent                  the agent that runs tools inside a turn
+tokenizer, chat_template        the model's own files
+chat_format, template_trials    what each turn adds, in ids; what a template does to earlier turns
+conversation, setting           the ledger at work; what all conversations of an agent have in common
+conversation_agent              the agent to subclass: override `answer`
+model_agent                     the whole answer is the action, or what is in a tag or a pattern
+tool_agent, react_agent         agents that run tools inside a turn
+tools, parsers, parser_choice   what a model can call, and how it writes that
 """
 
 from gymllm_agents.chat_format import ChatFormat as ChatFormat
 from gymllm_agents.chat_template import ChatTemplate as ChatTemplate
 from gymllm_agents.conversation import Conversation as Conversation
-from gymllm_agents.conversation import ConversationAgent as ConversationAgent
 from gymllm_agents.conversation import ConversationConfig as ConversationConfig
+from gymllm_agents.conversation import Dialogue as Dialogue
 from gymllm_agents.conversation import Reply as Reply
+from gymllm_agents.conversation_agent import ConversationAgent as ConversationAgent
+from gymllm_agents.conversation_agent import LimitReachedError as LimitReachedError
+from gymllm_agents.model_agent import FormatAgent as FormatAgent
+from gymllm_agents.model_agent import FormatConfig as FormatConfig
+from gymllm_agents.model_agent import ModelAgent as ModelAgent
 from gymllm_agents.parsers import PARSERS as PARSERS
 from gymllm_agents.parsers import HermesParser as HermesParser
 from gymllm_agents.parsers import ParsedReply as ParsedReply
 from gymllm_agents.parsers import PlainParser as PlainParser
 from gymllm_agents.parsers import Said as Said
+from gymllm_agents.parsers import ThoughtParser as ThoughtParser
 from gymllm_agents.parsers import ToolCallParser as ToolCallParser
 from gymllm_agents.parsers import UnreadableCall as UnreadableCall
 from gymllm_agents.parsers import make_parser as make_parser
+from gymllm_agents.react_agent import ReActAgent as ReActAgent
+from gymllm_agents.react_agent import ReActParser as ReActParser
 from gymllm_agents.tokenizer import Tokenizer as Tokenizer
 from gymllm_agents.tokenizer_training import train_tokenizer as train_tokenizer
 from gymllm_agents.tool_agent import ToolAgent as ToolAgent
@@ -40,13 +50,21 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
     "Conversation",
     "ConversationAgent",
     "ConversationConfig",
+    "Dialogue",
+    "FormatAgent",
+    "FormatConfig",
     "HermesParser",
+    "LimitReachedError",
     "McpServer",
+    "ModelAgent",
     "PARSERS",
     "ParsedReply",
     "PlainParser",
+    "ReActAgent",
+    "ReActParser",
     "Reply",
     "Said",
+    "ThoughtParser",
     "Tokenizer",
     "Tool",
     "ToolAgent",

@@ -4,26 +4,29 @@ A turn's ids are the *difference* the chat template makes: the history is render
 messages, a sentinel standing for the text the policy generated, and what follows the sentinel is
 encoded alone. Generated text is never rendered, so it is never encoded again (invariant 1).
 
-Trial renders at start-up find out two things about a template. Does it extend its own prefix, or
-rewrite earlier turns (Qwen3 drops earlier `<think>` text)? And does a turn's difference depend on
-what came before? It rarely does; then a history of two messages serves, and a turn costs what is
-new in it.
+Trial renders at start-up find out what a template does to what came before (`template_trials.py`).
+Where a turn's difference does not depend on that, which is nearly always, a history of two messages
+serves, and a turn costs what is new in it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, cast, final
 
-from gymllm.message import Message
+from gymllm.errors import ModelError
+from gymllm.message import Message, ToolCall
 from gymllm_agents.chat_template import ToolSchema
+from gymllm_agents.template_trials import Trials, Variable, mark_absent_from
 from gymllm_agents.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+OnRewrite = Literal["segment", "keep", "error"]
+
 _QUESTION = Message(role="user", content="question")
-_THOUGHT = "<think>\nthought\n</think>\n\n"
 
 
 @final
@@ -36,6 +39,10 @@ class ChatFormat:
         *,
         opening: Sequence[Message] = (),
         tools: Sequence[ToolSchema] = (),
+        variables: Mapping[str, Variable] | None = None,
+        control_tokens_in_text: bool = False,
+        on_rewrite: OnRewrite = "segment",
+        report: bool = True,
     ) -> None:
         """Tries the template out.
 
@@ -44,61 +51,68 @@ class ChatFormat:
             opening: System prompt and examples, before the first observation. They are yours, so
                 control tokens in them are control tokens.
             tools: What the template lists for the model; empty for a template without tool support.
+            variables: What the template may read besides the conversation ("enable_thinking").
+            control_tokens_in_text: Whether `<|im_end|>` and the like in text from outside become the
+                control tokens they spell. Then whoever writes an observation can end its turn.
+            on_rewrite: What to do with a template that rewrites earlier turns: "segment" (a new training
+                segment starts from the conversation as the template then shows it), "keep" (what was
+                said stays as it was; the template is never asked for a whole conversation again) or
+                "error".
+            report: Whether it is logged that the template rewrites.
 
         Raises:
-            ModelError: No template, or it refuses the opening.
+            ModelError: No template, it refuses the opening, or it rewrites earlier turns and
+                `on_rewrite` is "error".
         """
         self.tokenizer = tokenizer
         self.opening = tuple(opening)
         self._template = tokenizer.template
         self._tools = tuple(tools)
-        self._roles = ("user", "tool") if tools else ("user",)
-        self._extends = {role: self._extends_prefix(role, "") for role in self._roles}
-        self._keeps_thoughts = {role: self._extends_prefix(role, _THOUGHT) for role in self._roles}
-        self._local = all(
-            self._suffix(history, [new], fuse="", local=True)
-            == self._suffix(history, [new], fuse="", local=False)
-            for new in (Message(role=role, content="next") for role in self._roles)
-            for history in self._histories("")
+        self._variables = dict(variables or {})
+        self._defuses = not control_tokens_in_text
+        self.trials = Trials(
+            self._template, opening=self.opening, tools=self._tools, variables=self._variables
         )
-        # The token that closes an assistant turn ends a generation, whatever the files call eos.
-        closing = list[int]()
-        for role in self._roles:
-            ids = self.extension_ids([_QUESTION], [Message(role=role, content="next")])
-            first = self._first_control(ids)
-            if first < len(ids) and self._is_blank(ids[:first]):
-                closing.append(ids[first])
+        """What the template does to earlier turns."""
+        self._keeps = on_rewrite == "keep"
+        self._local = self._keeps or self._differences_are_local()
+        closing = self._closing_ids()
+        self._closers = self._fresh_closers() | closing if self.trials.closes_last_turn else closing
+        """Ids that end an assistant turn: its last, or the first of the next where it has no end."""
         self.stop_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([*tokenizer.stop_token_ids, *closing])
+            # A token that closes a thought too would end a reply before its answer.
+            dict.fromkeys([*tokenizer.stop_token_ids, *(closing - self._ids_within_turn())])
         )
         """Ids after which a turn ends."""
-        if self.may_rewrite:
-            _log.warning(
-                "the chat template rewrites earlier turns (%s): an episode then starts a new "
-                "segment from the re-rendered conversation, which costs prompt tokens",
-                "always" if not all(self._extends.values()) else "it drops earlier <think> text",
-            )
+        if report:
+            self._report(on_rewrite)
 
     @property
     def may_rewrite(self) -> bool:
-        """Whether some turn can change tokens that came before it."""
-        return not all((*self._extends.values(), *self._keeps_thoughts.values()))
+        """Whether some turn can change tokens that came before it, so that a new segment starts."""
+        return bool(self.trials.what_is_rewritten) and not self._keeps
+
+    @property
+    def opens_thought(self) -> bool:
+        """Whether a prompt ends with the opening of a thought, which the reply goes on with."""
+        return self.trials.opens_thought
 
     def rewrites(self, role: str, *, thoughts: bool) -> bool:
         """Whether a message of `role` makes the template change what came before it.
 
         Args:
             role: Of the new message.
-            thoughts: Whether the policy generated `<think>` text in the current segment.
+            thoughts: Whether the policy generated a thought in the current segment.
         """
-        kept = self._keeps_thoughts if thoughts else self._extends
-        return not kept.get(role, True)
+        return not self._keeps and self.trials.rewrites(role, thoughts=thoughts)
 
     def whole_ids(self, messages: Sequence[Message]) -> list[int]:
         """Ids of opening and `messages`, up to where the assistant's next turn starts."""
-        fuse = _absent("fuse", messages)
-        shown = [*self.opening, *self._defused(messages, fuse)]
-        text = self._template.render(shown, tools=self._tools, add_generation_prompt=True)
+        fuse = mark_absent_from("fuse", messages)
+        try:
+            text = self._whole(messages, fuse)
+        except ModelError:  # some templates check the ids, which a model has made up
+            text = self._whole(_with_own_ids(messages), fuse)
         return self.tokenizer.encode_rendered(text, fuse=fuse)
 
     def extension_ids(
@@ -107,83 +121,209 @@ class ChatFormat:
         """Ids that `new` adds after an assistant turn, up to where the next one starts.
 
         Args:
-            history: What came before that assistant turn, opening left out. Not looked at where the
-                template's differences do not depend on it.
+            history: What came before `new`, opening left out; it ends with the assistant turn. Only
+                that is looked at, where the template's differences do not depend on the rest.
             new: Messages of the environment or of tools.
-            last_id: Last id of the assistant turn. If it is the stop token that closes the turn,
-                the template's own is left out; if not (a length limit), the turn gets closed.
+            last_id: Last id of the assistant turn. If it is a stop token, the turn is closed and the
+                template's own closing is left out; if not (a length limit), the turn gets closed.
         """
-        fuse = _absent("fuse", new) if self._local else _absent("fuse", [*history, *new])
-        suffix = self._suffix(history, new, fuse=fuse, local=self._local)
+        reply = history[-1]
+        fuse = mark_absent_from("fuse", new if self._local else [*history, *new])
+        try:
+            suffix = self._suffix(history[:-1], reply, new, fuse=fuse, local=self._local)
+        except ModelError:  # as for `whole_ids`
+            renamed = _with_own_ids([*history, *new])
+            place = len(history) - 1
+            suffix = self._suffix(
+                renamed[:place],
+                renamed[place],
+                renamed[place + 1 :],
+                fuse=fuse,
+                local=self._local,
+            )
         ids = self.tokenizer.encode_rendered(suffix, fuse=fuse)
+        if reply.tool_calls and self.trials.shows_calls:
+            # The end of the call's own markup comes first, which the policy has generated.
+            first = self._first(ids, self.stop_token_ids)
+            if first == len(ids):  # a template that does not close such a turn
+                markup = self.trials.end_of_call(reply, suffix)
+                return self.tokenizer.encode_rendered(suffix[len(markup) :], fuse=fuse)
+            ids = ids[first:]
         if last_id is None or last_id not in self.stop_token_ids:
             return ids
-        first = self._first_control(ids)
+        first = next((k for k, i in enumerate(ids) if self.tokenizer.is_control(i)), len(ids))
         # A line break that the template has before the closing token can't be put there any more.
-        closed = ids[first : first + 1] == [last_id] and self._is_blank(ids[:first])
-        return ids[first + 1 :] if closed else ids
+        closed = first < len(ids) and self._is_blank(ids[:first])
+        # One end is enough, also where a fresh turn ends otherwise than an earlier one (gpt-oss). Any
+        # other stop token ends no turn; the start of the next turn may be what has ended this one.
+        ended = self.trials.closes_last_turn and last_id in self._closers
+        if closed and (ids[first] == last_id or ended):
+            return ids[first + 1 :]
+        return ids
 
-    def _first_control(self, ids: Sequence[int]) -> int:
-        """Place of the first control token; the length if there is none."""
-        return next((k for k, i in enumerate(ids) if self.tokenizer.is_control(i)), len(ids))
+    def _report(self, on_rewrite: OnRewrite) -> None:
+        what = self.trials.what_is_rewritten
+        if not what:
+            return
+        if on_rewrite == "error":
+            raise ModelError(
+                f"The chat template rewrites earlier turns ({what}), and agent.on_rewrite is "
+                '"error". Set it to "segment" or "keep", or use another template.'
+            )
+        _log.warning(
+            "the chat template rewrites earlier turns (%s); agent.on_rewrite is %r: %s",
+            what,
+            on_rewrite,
+            "they stay as they were said"
+            if on_rewrite == "keep"
+            else "a new segment then starts from the re-rendered conversation, which costs prompt tokens",
+        )
+
+    def _closing_ids(self) -> frozenset[int]:
+        """The tokens that follow an assistant turn without calls."""
+        found: set[int] = set()
+        reply = Message(role="assistant", content="answer")
+        for new in self.trials.followers(reply):
+            suffix = self._suffix([_QUESTION], reply, [new], fuse="", local=self._local)
+            ids = self.tokenizer.encode_rendered(suffix, fuse="")
+            first = next((k for k, i in enumerate(ids) if self.tokenizer.is_control(i)), len(ids))
+            if first < len(ids) and self._is_blank(ids[:first]):
+                found.add(ids[first])
+        return frozenset(found)
+
+    def _fresh_closers(self) -> frozenset[int]:
+        """The tokens that end the newest turn, which a template may end otherwise than earlier ones."""
+        found: set[int] = set()
+        for text in self.trials.ends_of_turns:
+            ids = self.tokenizer.encode(text, allow_special=True)
+            first = self._first(ids, self.tokenizer.stop_token_ids)
+            found.update(ids[first : first + 1])
+        return frozenset(found)
+
+    def _ids_within_turn(self) -> frozenset[int]:
+        """Ids between the start of a thought and the answer that follows it."""
+        return frozenset(self.tokenizer.encode(self.trials.within_turn, allow_special=True))
+
+    @staticmethod
+    def _first(ids: Sequence[int], wanted: Sequence[int]) -> int:
+        """Place of the first of some ids; the length if there is none."""
+        return next((k for k, i in enumerate(ids) if i in wanted), len(ids))
 
     def _is_blank(self, ids: Sequence[int]) -> bool:
         return not self.tokenizer.decode(ids, skip_special=False).strip()
 
     def _suffix(
-        self, history: Sequence[Message], new: Sequence[Message], *, fuse: str, local: bool
+        self,
+        history: Sequence[Message],
+        reply: Message,
+        new: Sequence[Message],
+        *,
+        fuse: str,
+        local: bool,
     ) -> str:
         """Text after the assistant turn that stands between `history` and `new`."""
-        sentinel = _absent("reply", new if local else [*history, *new])
-        before = [_QUESTION] if local else [*self.opening, *self._defused(history, fuse)]
-        turns = [*before, Message(role="assistant", content=sentinel), *self._defused(new, fuse)]
-        tools = () if local else self._tools
-        text = self._template.render(turns, tools=tools, add_generation_prompt=True)
+        sentinel = mark_absent_from("reply", new if local else [*history, *new])
+        before = (
+            [_QUESTION]
+            if local
+            else [*self.opening, *self._defused(map(self._as_rendered, history), fuse)]
+        )
+        marked = self.trials.marked(reply, sentinel)
+        text = self._render(
+            [*before, marked, *self._defused(new, fuse)], tools=() if local else self._tools
+        )
+        if sentinel not in text:
+            raise ModelError(
+                "The chat template does not show an assistant's turn before "
+                f"{', '.join(message.role for message in new)} messages, so what follows it can't be "
+                "told. Use another template (chat_template.jinja in the model's folder)."
+            )
         return text.rpartition(sentinel)[2]
 
-    def _defused(self, messages: Sequence[Message], fuse: str) -> list[Message]:
-        if not fuse:
+    def _whole(self, messages: Sequence[Message], fuse: str) -> str:
+        shown = self._defused(map(self._as_rendered, messages), fuse)
+        return self._render([*self.opening, *shown])
+
+    def _render(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None
+    ) -> str:
+        return self._template.render(
+            messages,
+            tools=self._tools if tools is None else tools,
+            add_generation_prompt=True,
+            **self._variables,
+        )
+
+    def _as_rendered(self, message: Message) -> Message:
+        """A message in the fields that the template shows."""
+        hidden = (message.reasoning and not self.trials.shows_reasoning) or (
+            message.tool_calls and not self.trials.shows_calls
+        )
+        if message.raw and hidden:
+            return Message(role=message.role, content=message.raw, raw=message.raw)
+        return message
+
+    def _defused(self, messages: Iterable[Message], fuse: str) -> list[Message]:
+        if not fuse or not self._defuses:
             return list(messages)
-        return [
-            Message(
-                role=m.role,
-                content=self.tokenizer.defuse(
-                    m.content, fuse=fuse, keep_markup=m.role == "assistant"
-                ),
-            )
-            for m in messages
-        ]
+        return [self._defused_message(message, fuse) for message in messages]
 
-    def _extends_prefix(self, role: str, thought: str) -> bool:
-        """Whether a conversation, rendered with one more turn, starts with all it was before."""
-        sentinel = _absent("reply", ())
-        for history in self._histories(thought):
-            prompt = self._template.render(
-                [*self.opening, *history], tools=self._tools, add_generation_prompt=True
-            )
-            answer = Message(role="assistant", content=thought + sentinel)
-            longer = self._template.render(
-                [*self.opening, *history, answer, Message(role=role, content="next")],
-                tools=self._tools,
-                add_generation_prompt=True,
-            )
-            if not longer.startswith(prompt + thought + sentinel):
-                return False
-        return True
+    def _defused_message(self, message: Message, fuse: str) -> Message:
+        def plain(text: str) -> str:
+            # What the model itself wrote as markup stays markup, where it is rendered as it was said.
+            markup = bool(message.raw) and message.content == message.raw
+            return self.tokenizer.defuse(text, fuse=fuse, keep_markup=markup)
 
-    def _histories(self, thought: str) -> list[list[Message]]:
-        """Conversations to try the template with, none, one and two turns old."""
-        turn = [_QUESTION, Message(role="assistant", content=thought + "answer")]
-        histories = [[_QUESTION], [*turn, _QUESTION], [*turn, *turn, _QUESTION]]
-        if "tool" in self._roles and not thought:
-            histories.append([*turn, Message(role="tool", content="result")])
-        return histories
+        def plain_value(value: object) -> object:
+            if isinstance(value, str):
+                return plain(value)
+            if isinstance(value, Mapping):
+                held = cast("Mapping[str, object]", value)
+                return {plain(k): plain_value(v) for k, v in held.items()}
+            if isinstance(value, list):
+                return [plain_value(v) for v in cast("list[object]", value)]
+            return value
+
+        return replace(
+            message,
+            content=plain(message.content),
+            reasoning=plain(message.reasoning),
+            parts=tuple(plain(p) if isinstance(p, str) else p for p in message.parts),
+            tool_calls=tuple(
+                ToolCall(
+                    name=plain(call.name),
+                    arguments={plain(k): plain_value(v) for k, v in call.arguments.items()},
+                    id=plain(call.id),
+                )
+                for call in message.tool_calls
+            ),
+            tool_call_id=plain(message.tool_call_id),
+            name=plain(message.name),
+        )
+
+    def _differences_are_local(self) -> bool:
+        """Whether what follows an assistant turn is the same whatever came before it."""
+        return all(
+            self._suffix(history, reply, [new], fuse="", local=True)
+            == self._suffix(history, reply, [new], fuse="", local=False)
+            for reply in self.trials.replies()
+            for new in self.trials.followers(reply)
+            for history in self.trials.histories()
+        )
 
 
-def _absent(stem: str, messages: Iterable[Message]) -> str:
-    """A mark that is in none of the messages. U+FDD0 and U+FDD1 are never characters of a text."""
-    text = "\n".join(message.content for message in messages)
-    n = 0
-    while (mark := f"\ufdd0{stem}{n}\ufdd1") in text:
-        n += 1
-    return mark
+def _with_own_ids(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with ids of calls that every template takes."""
+    ids: dict[str, str] = {}
+
+    def own(call_id: str) -> str:
+        return ids.setdefault(call_id, f"call{len(ids):05d}")
+
+    return [
+        replace(
+            message,
+            tool_calls=tuple(replace(call, id=own(call.id)) for call in message.tool_calls),
+            tool_call_id=own(message.tool_call_id) if message.tool_call_id else "",
+        )
+        for message in messages
+    ]

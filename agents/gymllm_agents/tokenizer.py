@@ -71,6 +71,9 @@ class Tokenizer:
             if len(token.content) > 1 and token.content.strip(" \t\r\n▁")
         }
         self._control_ids = frozenset(index for index, _ in self._controls.values())
+        self._control_texts = {index: text for text, (index, _) in self._controls.items()}
+        self.control_tokens = frozenset(self._controls)
+        """Texts of all control tokens, those that are not special (`<think>`, `<tool_call>`) too."""
         self._every_control = _any_of(self._controls)
         self._every_special = _any_of(
             content for content, (_, token) in self._controls.items() if token.special
@@ -233,6 +236,30 @@ class Tokenizer:
                 that are not, such as `<tool_call>` in most vocabularies, stay.
         """
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def decode_marked(self, ids: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """Text of `ids` with every control token, and where in it each of those starts."""
+        if self._control_ids.isdisjoint(ids):
+            return self.decode(ids, skip_special=False), ()
+        pieces: list[str] = []
+        starts: list[int] = []
+        length, begin = 0, 0
+        for place, token_id in enumerate([*ids, -1]):
+            if token_id != -1 and token_id not in self._control_ids:
+                continue
+            if begin < place:
+                pieces.append(self.decode(ids[begin:place], skip_special=False))
+                length += len(pieces[-1])
+            if token_id != -1:
+                starts.append(length)
+                pieces.append(self._control_texts[token_id])
+                length += len(pieces[-1])
+            begin = place + 1
+        return "".join(pieces), tuple(starts)
+
+    def without_special(self, text: str) -> str:
+        """`text` without what spells a special token."""
+        return self._every_special.sub("", text)
 
     def copy_backend(self) -> tokenizers.Tokenizer:
         """A backend of your own with the same vocabulary, for a `Tokenizer` with another template."""

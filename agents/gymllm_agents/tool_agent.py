@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import dataclass
 
-import anyio.lowlevel
-
-from gymllm.agent import Action, AgentFactory, EpisodeContext
+from gymllm.agent import AgentFactory
 from gymllm.errors import ConfigError
-from gymllm.ledger import Segment
 from gymllm.message import Message, ToolCall
-from gymllm_agents.chat_format import ChatFormat
-from gymllm_agents.conversation import Conversation, ConversationConfig, refuse_rewrites
-from gymllm_agents.parsers import HermesParser, Said, ToolCallParser, UnreadableCall
+from gymllm.spaces import TextOrMessage
+from gymllm_agents.conversation import ConversationConfig, Dialogue
+from gymllm_agents.conversation_agent import ConversationAgent
+from gymllm_agents.parsers import ToolCallParser, UnreadableCall, make_parser
+from gymllm_agents.setting import Setting
 from gymllm_agents.tokenizer import Tokenizer
-from gymllm_agents.tools import Tool, ToolResult
+from gymllm_agents.tools import Tool, ToolResult, run_calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,151 +30,102 @@ class ToolConfig(ConversationConfig):
         if self.max_tool_calls < 1:
             raise ConfigError(
                 f"agent.max_tool_calls must be >= 1, got {self.max_tool_calls}. An agent without tools "
-                "is a ConversationAgent."
+                "is a ModelAgent."
             )
 
 
-@final
-class ToolAgent:
+class ToolAgent(ConversationAgent):
     """Says each observation as a user message, runs the calls in the answers, and acts."""
 
     def __init__(
         self,
-        conversation: Conversation,
+        dialogue: Dialogue,
         *,
         tools: Mapping[str, Tool],
-        parser: ToolCallParser,
-        result_role: str,
+        lists_tools: bool,
         max_tool_calls: int,
     ) -> None:
         """Builds one; `factory` is the way to get them.
 
         Args:
-            conversation: A new one.
+            dialogue: A new one.
             tools: By name.
-            parser: How calls are written.
-            result_role: "tool" where the template lists the tools, else "user".
+            lists_tools: Whether the chat template lists the tools, and so has a role for their results.
             max_tool_calls: Most calls a turn.
         """
-        self._conversation = conversation
-        self._tools, self._parser = tools, parser
-        self._result_role = result_role
+        super().__init__(dialogue)
+        self._tools, self._lists_tools = tools, lists_tools
         self._max_tool_calls = max_tool_calls
         refusal = f"Error: only {max_tool_calls} calls a turn are allowed; answer now."
         self._refused = ToolResult(text=refusal, failed=True)
 
-    @staticmethod
-    def factory(
+    @classmethod
+    def factory(  # pyright: ignore[reportIncompatibleMethodOverride]  # an agent of tools needs tools
+        cls,
         tokenizer: Tokenizer,
         config: ToolConfig | None = None,
         *,
         tools: Sequence[Tool],
-        parser: ToolCallParser | None = None,
+        parser: ToolCallParser | str | None = None,
     ) -> AgentFactory:
         """Makes agents that share the tokenizer, the opening, and what is known of the template.
 
-        Where the chat template has no tool support, or teaches another form than the parser's, the tools
+        Where the chat template has no tool support, or shows another form than the parser's, the tools
         and the form of a call go into the system prompt, and results come as user messages.
 
         Args:
             tokenizer: Has a chat template.
             config: Defaults to `ToolConfig()`.
             tools: At least one; names are unique.
-            parser: Defaults to the Hermes form.
+            parser: One of `PARSERS`, or your own. None: the form that the template shows, else Hermes'.
 
         Raises:
             ConfigError: No tools, or two of one name.
+            UnknownNameError: No parser is called that.
             ModelError: The tokenizer has no chat template, or one that can't be used like this.
         """
         config = config or ToolConfig()
-        parser = parser or HermesParser()
         by_name = {tool.name: tool for tool in tools}
         if not tools or len(by_name) < len(tools):
             names = ", ".join(tool.name for tool in tools) or "none"
             raise ConfigError(f"A tool agent needs tools with names of their own, got: {names}.")
         schemas = [tool.schema for tool in tools]
-        listed = parser.from_template and tokenizer.template.supports_tools()
-        if listed:
-            chat = ChatFormat(tokenizer, opening=config.opening, tools=schemas)
-        else:
-            prompts = (config.system_prompt, parser.instructions(schemas))
-            told = replace(config, system_prompt="\n\n".join(filter(None, prompts)))
-            chat = ChatFormat(tokenizer, opening=_without_tool_role(told.opening))
-        refuse_rewrites(chat, config)
+        if isinstance(parser, str):
+            parser = make_parser(parser, schemas)
+        setting = Setting(tokenizer, config, tools=schemas, parser=parser)
+        return lambda context: cls(
+            setting.open(context),
+            tools=by_name,
+            lists_tools=setting.lists_tools,
+            max_tool_calls=config.max_tool_calls,
+        ).bind(context)
 
-        def make(context: EpisodeContext) -> ToolAgent:
-            return ToolAgent(
-                Conversation(chat, config, context),
-                tools=by_name,
-                parser=parser,
-                result_role="tool" if listed else "user",
-                max_tool_calls=config.max_tool_calls,
+    async def answer(self, observation: TextOrMessage) -> str:
+        """Says the observation, runs what the policy calls, and returns its first answer without a call."""
+        reply = await self.say(observation)
+        left = self._max_tool_calls
+        while reply.calls and left > 0:
+            calls = reply.calls
+            results = await run_calls(
+                self._tools,
+                calls[:left],
+                timeline=self.context.timeline,
+                track=f"{self.context.name}/tools",
             )
+            results += (self._refused,) * (len(calls) - len(results))
+            left -= len(results)
+            self.count_calls(len(results), sum(result.failed for result in results))
+            reply = await self.say(*self.tell(calls, results))
+        return reply.text if not reply.calls else reply.raw
 
-        return make
-
-    async def act(self, observation: str) -> Action:
-        """Says the observation, runs what the policy calls, and returns its first answer without a call.
-
-        Raises:
-            EngineError: The engine broke.
-        """
-        said = [Message(role="user", content=observation)]
-        prompt_tokens = generated_tokens = calls = errors = 0
-        engine_s = 0.0
-        while True:
-            reply = await self._conversation.reply(*said)
-            prompt_tokens = prompt_tokens or reply.prompt_tokens
-            generated_tokens += reply.generated_tokens
-            engine_s += reply.engine_s
-            asked = self._parser.parse(Said(text=reply.text)).calls
-            if reply.limit or not asked or calls >= self._max_tool_calls:
-                break
-            left = self._max_tool_calls - calls
-            results = [await self._run(call) for call in asked[:left]]
-            results += [self._refused] * len(asked[left:])
-            calls += len(results)
-            errors += sum(result.failed for result in results)
-            said = [Message(role=self._result_role, content=result.text) for result in results]
-            if self._result_role == "user":  # most templates want one message a turn
-                said = [Message(role="user", content="\n".join(m.content for m in said))]
-        return Action(
-            text=reply.text,
-            limit=reply.limit,
-            prompt_tokens=prompt_tokens,
-            generated_tokens=generated_tokens,
-            tool_calls=calls,
-            tool_errors=errors,
-            engine_s=engine_s,
-        )
-
-    def segments(self) -> tuple[Segment, ...]:
-        """The exact tokens so far."""
-        return self._conversation.segments()
-
-    def messages(self) -> tuple[Message, ...]:
-        """Everything said so far, opening included."""
-        return self._conversation.messages()
-
-    async def _run(self, call: ToolCall | UnreadableCall) -> ToolResult:
-        if isinstance(call, UnreadableCall):
-            await anyio.lowlevel.checkpoint()
-            return ToolResult(text=f"Error: {call.problem}", failed=True)
-        tool = self._tools.get(call.name)
-        if tool is None:
-            await anyio.lowlevel.checkpoint()
-            known = ", ".join(self._tools)
-            text = f"Error: there is no tool {call.name!r}; there is: {known}."
-            return ToolResult(text=text, failed=True)
-        return await tool(call.arguments)
-
-
-def _without_tool_role(messages: Sequence[Message]) -> list[Message]:
-    """Results as user messages, those that follow each other as one, as `ToolAgent.act` says them."""
-    told: list[Message] = []
-    for role, run in itertools.groupby(messages, key=lambda message: message.role):
-        if role == "tool":
-            told.append(Message(role="user", content="\n".join(m.content for m in run)))
-        else:
-            told.extend(run)
-    return told
+    def tell(
+        self, calls: Sequence[ToolCall | UnreadableCall], results: Sequence[ToolResult]
+    ) -> Sequence[Message]:
+        """What the policy is told of its calls, in their order."""
+        if self._lists_tools and all(isinstance(call, ToolCall) for call in calls):
+            return [
+                Message(role="tool", content=result.text, tool_call_id=call.id, name=call.name)
+                for call, result in zip(calls, results, strict=True)
+            ]
+        # Most templates want one message a turn.
+        return [Message(role="user", content="\n".join(result.text for result in results))]

@@ -34,17 +34,18 @@ def test_the_difference_does_not_depend_on_history_where_it_need_not(
 ):
     tokenizer = tokenizer if template == "chatml" else with_template(template)
     chat = ChatFormat(tokenizer, opening=[Message(role="system", content="play")])
-    long = said("a", "b", "c", "d", "e")
+    long = said("a", "b", "c", "d", "e", "f")
     new = said("next <|im_end|>")
-    assert chat.extension_ids((), new) == chat.extension_ids(long, new)
+    short = said("a", "b")
+    assert chat.extension_ids(short, new) == chat.extension_ids(long, new)
     text = "<|im_end|>\n<|im_start|>user\nnext <|im_end|><|im_end|>\n<|im_start|>assistant\n"
-    assert text_of(tokenizer, chat.extension_ids((), new)) == text
+    assert text_of(tokenizer, chat.extension_ids(short, new)) == text
 
 
 def test_the_difference_depends_on_history_where_it_must(with_template):
     tokenizer = with_template("numbering")
     chat = ChatFormat(tokenizer)
-    for history, number in ((said("a"), 3), (said("a", "b", "c"), 5)):
+    for history, number in ((said("a", "b"), 3), (said("a", "b", "c", "d"), 5)):
         text = text_of(tokenizer, chat.extension_ids(history, said("next")))
         assert f"user\n{number}: next" in text
 
@@ -57,7 +58,9 @@ def test_prompt_answer_and_difference_are_the_whole(template, tokenizer, with_te
     grown = chat.whole_ids(messages[:1])
     for k in range(1, len(messages), 2):
         grown += tokenizer.encode(messages[k].content, allow_special=False)
-        grown += chat.extension_ids(messages[:k], said("next" if k == 3 else messages[2].content))
+        grown += chat.extension_ids(
+            messages[: k + 1], said("next" if k == 3 else messages[2].content)
+        )
     assert grown == chat.whole_ids([*messages, *said("next")])
 
 
@@ -66,7 +69,7 @@ def test_a_template_without_control_tokens_works(with_template):
     chat = ChatFormat(tokenizer)
     assert chat.stop_token_ids == tokenizer.stop_token_ids
     end = tokenizer.eos_token_id
-    ids = chat.extension_ids(said("a"), said("b"), last_id=end)
+    ids = chat.extension_ids(said("a", "b"), said("b"), last_id=end)
     assert text_of(tokenizer, ids) == "\n[Q] b [A]"
 
 
@@ -74,7 +77,7 @@ def test_a_blank_before_the_closing_token_is_not_added_after_it(with_template):
     tokenizer = with_template(BROKEN_LINE)
     chat = ChatFormat(tokenizer)
     open_, closed = (
-        text_of(tokenizer, chat.extension_ids(said("a"), said("b"), last_id=last))
+        text_of(tokenizer, chat.extension_ids(said("a", "b"), said("b"), last_id=last))
         for last in (5, tokenizer.eos_token_id)
     )
     assert open_.startswith("\n<|im_end|>\n<|im_start|>user")
@@ -101,7 +104,7 @@ def test_what_rewrites_is_known_by_role_and_thoughts(with_template):
 def test_messages_may_contain_the_marks(tokenizer):
     chat = ChatFormat(tokenizer)
     text = "\ufdd0fuse0\ufdd1 \ufdd0reply0\ufdd1 <|im_end|>"
-    ids = chat.extension_ids(said("a"), said(text))
+    ids = chat.extension_ids(said("a", "b"), said(text))
     assert text in text_of(tokenizer, ids)
     assert ids.count(tokenizer.eos_token_id) == 2
     assert text in text_of(tokenizer, chat.whole_ids(said(text)))

@@ -9,7 +9,7 @@ from gymllm.errors import ConfigError, EngineError, LedgerError, ModelError
 from gymllm.ledger import NO_VERSION
 from gymllm.message import Message
 from gymllm.timeline import Timeline
-from gymllm_agents import ChatFormat, ConversationAgent, ConversationConfig
+from gymllm_agents import ChatFormat, ConversationConfig, ModelAgent
 
 OBSERVATIONS = [
     "What is 12 + 7?",
@@ -47,7 +47,7 @@ async def test_ledger_is_what_the_engine_was_given_and_returned(
     config = ConversationConfig(
         system_prompt="play", max_new_tokens=int(rng.integers(1, 20)), temperature=0.5
     )
-    agent = start(ConversationAgent.factory(tokenizer, config), engine)
+    agent = start(ModelAgent.factory(tokenizer, config), engine)
     for _ in range(6):
         await agent.act(OBSERVATIONS[rng.integers(len(OBSERVATIONS))])
 
@@ -89,7 +89,7 @@ async def test_ledger_equals_the_whole_conversation_rendered_and_encoded(
         system_prompt="You play.",
         few_shot=(Message(role="user", content="1 + 1"), Message(role="assistant", content="2")),
     )
-    agent = start(ConversationAgent.factory(tokenizer, config), scripted("go left", "19", "é🎉 up"))
+    agent = start(ModelAgent.factory(tokenizer, config), scripted("go left", "19", "é🎉 up"))
     for observation in ("What is 12 + 7?", "  two  blanks", "line\nbreak\n\n"):
         await agent.act(observation)
     text = tokenizer.template.render(agent.messages(), add_generation_prompt=False)
@@ -106,7 +106,7 @@ async def test_ambiguous_text_keeps_the_tokens_that_were_sampled(tokenizer, reco
     assert spelt != merged
     stop = tokenizer.eos_token_id
     engine = recording(answers=[[*spelt, stop], [*merged, stop]])
-    agent = start(ConversationAgent.factory(tokenizer), engine)
+    agent = start(ModelAgent.factory(tokenizer), engine)
     assert (await agent.act("a")).text == "answer" == (await agent.act("b")).text
     (segment,) = agent.segments()
     assert segment.ids[segment.mask == 1].tolist() == [*spelt, stop, *merged, stop]
@@ -118,7 +118,7 @@ async def test_an_assistant_turn_is_closed_exactly_once(cut, tokenizer, recordin
     stop = tokenizer.token_to_id("<|im_end|>")
     answer = tokenizer.encode("up", allow_special=False)
     engine = recording(answers=[answer if cut else [*answer, stop], [stop]])
-    agent = start(ConversationAgent.factory(tokenizer), engine)
+    agent = start(ModelAgent.factory(tokenizer), engine)
     first = await agent.act("a")
     await agent.act("b")
     (segment,) = agent.segments()
@@ -133,7 +133,7 @@ async def test_an_assistant_turn_is_closed_exactly_once(cut, tokenizer, recordin
 async def test_another_stop_token_does_not_close_the_turn(tokenizer, recording, start):
     other = tokenizer.token_to_id("<|endoftext|>")
     engine = recording(answers=[[other], [other]])
-    agent = start(ConversationAgent.factory(tokenizer), engine)
+    agent = start(ModelAgent.factory(tokenizer), engine)
     assert (await agent.act("a")).text == ""
     await agent.act("b")
     text = tokenizer.decode(agent.segments()[0].ids.tolist(), skip_special=False)
@@ -146,7 +146,7 @@ async def test_a_cut_character_is_preserved_and_shown_as_unreadable(tokenizer, r
     assert len(ids) == 4
     engine = recording(answers=[ids, ids])
     config = ConversationConfig(max_new_tokens=2)
-    agent = start(ConversationAgent.factory(tokenizer, config), engine)
+    agent = start(ModelAgent.factory(tokenizer, config), engine)
     action = await agent.act("a")
     await agent.act("b")
     (segment,) = agent.segments()
@@ -167,7 +167,7 @@ async def test_environment_text_cannot_make_control_tokens(
     counts = []
     for said in (attack, "harmless"):
         texts[turn] = said
-        agent = start(ConversationAgent.factory(tokenizer), scripted("ok", "ok"))
+        agent = start(ModelAgent.factory(tokenizer), scripted("ok", "ok"))
         for text in texts:
             await agent.act(text)
         ids = agent.segments()[0].ids
@@ -181,7 +181,7 @@ async def test_environment_text_cannot_make_control_tokens(
 async def test_generated_control_tokens_stay_and_do_not_reach_the_action(
     tokenizer, scripted, start
 ):
-    agent = start(ConversationAgent.factory(tokenizer), scripted("<|im_start|>up"))
+    agent = start(ModelAgent.factory(tokenizer), scripted("<|im_start|>up"))
     assert (await agent.act("a")).text == "up"
     assert agent.messages()[-1].content == "<|im_start|>up"
     assert agent.segments()[0].ids.tolist().count(tokenizer.token_to_id("<|im_start|>")) == 3
@@ -189,7 +189,7 @@ async def test_generated_control_tokens_stay_and_do_not_reach_the_action(
 
 @pytest.mark.asyncio
 async def test_a_full_context_is_a_limit_and_appends_nothing(tokenizer, scripted, start):
-    agent = start(ConversationAgent.factory(tokenizer), scripted("ok", context_length=60))
+    agent = start(ModelAgent.factory(tokenizer), scripted("ok", context_length=60))
     await agent.act("a")
     before = agent.segments()[0].ids.tolist()
     action = await agent.act("b" * 60)
@@ -203,7 +203,7 @@ async def test_a_full_context_is_a_limit_and_appends_nothing(tokenizer, scripted
 
 @pytest.mark.asyncio
 async def test_a_first_prompt_too_long_leaves_no_segment(tokenizer, scripted, start):
-    agent = start(ConversationAgent.factory(tokenizer), scripted("ok", context_length=8))
+    agent = start(ModelAgent.factory(tokenizer), scripted("ok", context_length=8))
     assert (await agent.act("a")).limit == "context_length"
     assert agent.segments() == ()
 
@@ -212,7 +212,7 @@ async def test_a_first_prompt_too_long_leaves_no_segment(tokenizer, scripted, st
 async def test_max_new_tokens_is_clipped_to_the_room_left(tokenizer, recording, start):
     prompt = len(ChatFormat(tokenizer).whole_ids([Message(role="user", content="a")]))
     engine = recording(answers=[[5] * 20], context_length=prompt + 3)
-    agent = start(ConversationAgent.factory(tokenizer), engine)
+    agent = start(ModelAgent.factory(tokenizer), engine)
     assert (await agent.act("a")).generated_tokens == 3
     assert engine.asked[0].sampling.max_new_tokens == 3
 
@@ -225,7 +225,7 @@ async def test_a_turns_seed_is_a_function_of_episode_and_turn(tokenizer, recordi
     runs = []
     for seed in (1, 1, 2):
         engine = recording(answers=[[2]] * 3)
-        agent = start(ConversationAgent.factory(tokenizer), engine, seed=seed)
+        agent = start(ModelAgent.factory(tokenizer), engine, seed=seed)
         for _ in range(3):
             await agent.act("same")
         runs.append(seeds(engine))
@@ -236,8 +236,8 @@ async def test_a_turns_seed_is_a_function_of_episode_and_turn(tokenizer, recordi
 @pytest.mark.asyncio
 async def test_dropped_thoughts_start_a_segment(with_template, scripted, start, caplog):
     tokenizer = with_template("thinking")
-    factory = ConversationAgent.factory(tokenizer)
-    assert caplog.text.count("drops earlier <think> text") == 1
+    factory = ModelAgent.factory(tokenizer)
+    assert caplog.text.count("drops earlier thoughts") == 1
     agent = start(factory, scripted("plain", "<think>\nhm\n</think>\n\nup", "down", "left"))
     for observation in "abcd":
         await agent.act(observation)
@@ -257,29 +257,29 @@ async def test_dropped_thoughts_start_a_segment(with_template, scripted, start, 
 def test_a_rewriting_template_is_refused_on_request(template, with_template):
     config = ConversationConfig(system_prompt="play", on_rewrite="error")
     with pytest.raises(ModelError, match=r'on_rewrite is "error".*Set it to "segment"'):
-        ConversationAgent.factory(with_template(template), config)
+        ModelAgent.factory(with_template(template), config)
 
 
 def test_a_template_that_extends_is_never_refused(tokenizer, with_template, caplog):
     config = ConversationConfig(system_prompt="play", on_rewrite="error")
     for each in (tokenizer, with_template("trimming"), with_template("numbering")):
-        ConversationAgent.factory(each, config)
+        ModelAgent.factory(each, config)
     assert not caplog.records
 
 
 def test_a_missing_chat_template_says_what_to_do(with_template):
     with pytest.raises(ModelError, match=r"no chat template.*chat_template\.jinja"):
-        ConversationAgent.factory(with_template(None))
+        ModelAgent.factory(with_template(None))
 
 
 def test_a_template_that_refuses_the_system_prompt_says_so(with_template):
     with pytest.raises(ModelError, match=r"no system role.*change the prompt"):
-        ConversationAgent.factory(with_template("strict"), ConversationConfig(system_prompt="x"))
+        ModelAgent.factory(with_template("strict"), ConversationConfig(system_prompt="x"))
 
 
 @pytest.mark.asyncio
 async def test_an_engine_failure_reaches_the_caller(tokenizer, scripted, start):
-    agent = start(ConversationAgent.factory(tokenizer), scripted())
+    agent = start(ModelAgent.factory(tokenizer), scripted())
     with pytest.raises(EngineError, match="StopIteration"):
         await agent.act("a")
     assert not agent.segments()[0].mask.any()
@@ -290,7 +290,7 @@ async def test_an_engine_failure_reaches_the_caller(tokenizer, scripted, start):
 @pytest.mark.asyncio
 async def test_generation_is_on_the_timeline(tokenizer, scripted, start):
     timeline = Timeline()
-    agent = start(ConversationAgent.factory(tokenizer), scripted("up"), timeline=timeline)
+    agent = start(ModelAgent.factory(tokenizer), scripted("up"), timeline=timeline)
     action = await agent.act("a")
     (span,) = timeline.spans()
     assert (span.track, span.name) == ("episodes/0.0", "generate")
@@ -304,7 +304,7 @@ async def test_generation_is_on_the_timeline(tokenizer, scripted, start):
         ({"max_new_tokens": 0}, r"agent\.max_new_tokens must be >= 1, got 0"),
         ({"temperature": -1.0}, r"agent\.temperature must be >= 0"),
         ({"temperature": float("nan")}, r"agent\.temperature must be >= 0"),
-        ({"on_rewrite": "keep"}, r"agent\.on_rewrite must be"),
+        ({"on_rewrite": "kept"}, r"agent\.on_rewrite 'kept'.*[Dd]id you mean"),
         ({"few_shot": (Message(role="system", content=""),)}, "few_shot roles"),
         ({"few_shot": (Message(role="user", content=""),)}, "must end with an assistant"),
     ],

@@ -16,7 +16,7 @@ from gymllm.evaluation import EvaluationResult, evaluate, mean_interval
 from gymllm.pool import EnvPool
 from gymllm.task import SeededTasks, Task
 from gymllm.trajectory import Ending
-from gymllm_agents import ConversationAgent, ConversationConfig, train_tokenizer
+from gymllm_agents import ConversationConfig, ModelAgent, train_tokenizer
 
 TOKENIZER = train_tokenizer([], vocab_size=259)
 
@@ -59,7 +59,7 @@ async def play(**changes: object) -> EvaluationResult:
     arguments: dict[str, object] = {
         "pool": pool,
         "engine": engine,
-        "make_agent": ConversationAgent.factory(TOKENIZER, ConversationConfig(max_new_tokens=8)),
+        "make_agent": ModelAgent.factory(TOKENIZER, ConversationConfig(max_new_tokens=8)),
         "tasks": Tasks(),
         "episodes": 9,
         "concurrency": 3,

@@ -20,7 +20,7 @@ from gymllm.rollout import AdmissionGate, Rollout, RolloutConfig
 from gymllm.task import Task
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Group, Trajectory
-from gymllm_agents import ConversationAgent, ConversationConfig, train_tokenizer
+from gymllm_agents import ConversationConfig, ModelAgent, train_tokenizer
 
 TOKENIZER = train_tokenizer([], vocab_size=259)
 
@@ -69,7 +69,7 @@ class Scene:
         settings: dict[str, int] = {"group_size": 2, "concurrency": slots, "max_lag": max_lag}
         self.rollout = Rollout(
             pool=self.pool,
-            make_agent=ConversationAgent.factory(TOKENIZER, ConversationConfig(max_new_tokens=8)),
+            make_agent=ModelAgent.factory(TOKENIZER, ConversationConfig(max_new_tokens=8)),
             engine=ScriptedEngine(
                 lambda prompt, rng: str(rng.integers(10**6)),
                 TOKENIZER,

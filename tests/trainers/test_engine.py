@@ -22,7 +22,7 @@ from gymllm.rollout import AdmissionGate, Rollout, RolloutConfig
 from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Trajectory
-from gymllm_agents import ConversationAgent, ConversationConfig, train_tokenizer
+from gymllm_agents import ConversationConfig, ModelAgent, train_tokenizer
 from gymllm_trainers.engine import EngineConfig, JaxEngine
 from gymllm_trainers.engine.programs import Programs
 from gymllm_trainers.loss import token_statistics
@@ -224,7 +224,7 @@ async def played(engine: JaxEngine, *, seed: int, concurrency: int) -> dict[obje
     config = ConversationConfig(max_new_tokens=6)
     rollout = Rollout(
         pool=pool,
-        make_agent=ConversationAgent.factory(TOKENIZER, config),
+        make_agent=ModelAgent.factory(TOKENIZER, config),
         engine=engine,
         tasks=SeededTasks(run_seed=seed),
         config=RolloutConfig(group_size=3, concurrency=concurrency),

@@ -21,7 +21,7 @@ from gymllm.errors import ConfigError, RunError
 from gymllm.pool import EnvPool
 from gymllm.team import Player
 from gymllm.trajectory import Ending, Trajectory
-from gymllm_agents import ConversationAgent, ConversationConfig, Tokenizer, train_tokenizer
+from gymllm_agents import ConversationConfig, ModelAgent, Tokenizer, train_tokenizer
 from gymllm_envs.scripted import scripted_player
 from gymllm_trainers import train
 from gymllm_trainers import warm_start as module
@@ -74,7 +74,7 @@ async def lakes(env: Any = LAKE) -> AsyncGenerator[EnvPool]:
 
 
 def agents(tokenizer: Tokenizer) -> Any:
-    return {"": Player(ConversationAgent.factory(tokenizer, ConversationConfig(max_new_tokens=16)))}
+    return {"": Player(ModelAgent.factory(tokenizer, ConversationConfig(max_new_tokens=16)))}
 
 
 async def make(folder: Path, *, config: WarmStartConfig = CONFIG, seed: int = 0) -> list[str]:

@@ -15,7 +15,7 @@ from gymllm.errors import ConfigError, EnvError, GymLLMError
 from gymllm.pool import EnvPool, execution_of
 from gymllm.registration import check_id, make
 from gymllm_agents import (
-    ConversationAgent,
+    ModelAgent,
     Tokenizer,
     Tool,
     ToolAgent,
@@ -157,7 +157,7 @@ def build_agents(
     *,
     form: ToolForm = "hermes",
 ) -> AgentFactory:
-    """What makes the agent of each episode: with tools a `ToolAgent`, else a `ConversationAgent`.
+    """What makes the agent of each episode: with tools a `ToolAgent`, else a `ModelAgent`.
 
     Args:
         tokenizer: Has a chat template.
@@ -172,7 +172,7 @@ def build_agents(
     # Settings may be of a class derived from ToolConfig; the agents are given just theirs.
     plain = ToolConfig(**{field.name: getattr(config, field.name) for field in fields(ToolConfig)})
     if not tools:
-        return ConversationAgent.factory(tokenizer, plain)
+        return ModelAgent.factory(tokenizer, plain)
     made = [_TOOLS[name]() for name in tools]
     parser = make_parser(form, [tool.schema for tool in made])
     return ToolAgent.factory(tokenizer, plain, tools=made, parser=parser)

@@ -6,6 +6,7 @@ json_calls, python_calls, argument_types    what is between the marks
 hermes, qwen, llama, gemma, deepseek, mistral, glm, kimi, gpt_oss    a family each
 dsml            the later form of DeepSeek models
 json_form, plain                            forms for models that have none
+thought                                     reasoning alone
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gymllm_agents.parsers.said import ParsedReply as ParsedReply
 from gymllm_agents.parsers.said import Said as Said
 from gymllm_agents.parsers.said import ToolCallParser as ToolCallParser
 from gymllm_agents.parsers.said import UnreadableCall as UnreadableCall
+from gymllm_agents.parsers.thought import ThoughtParser as ThoughtParser
 
 _FORMS: Mapping[str, Callable[[Sequence[ToolSchema]], ToolCallParser]] = {
     "deepseek": lambda _: DeepSeekParser(),
@@ -70,6 +72,7 @@ __all__ = [
     "ParsedReply",
     "PlainParser",
     "Said",
+    "ThoughtParser",
     "ToolCallParser",
     "UnreadableCall",
     "make_parser",

@@ -1,0 +1,103 @@
+"""What an agent's conversations have in common: the template tried out, the form of calls known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gymllm.agent import EpisodeContext
+from gymllm.message import Message
+from gymllm_agents.chat_format import ChatFormat
+from gymllm_agents.chat_template import ToolSchema
+from gymllm_agents.conversation import Conversation, ConversationConfig, Dialogue
+from gymllm_agents.parser_choice import choose_parser, reads_its_calls
+from gymllm_agents.parsers import HermesParser, ToolCallParser
+from gymllm_agents.tokenizer import Tokenizer
+
+
+class Setting:
+    """What all conversations of an agent have in common: tokenizer, opening, tools, form of calls."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: ConversationConfig,
+        *,
+        tools: Sequence[ToolSchema] = (),
+        parser: ToolCallParser | None = None,
+    ) -> None:
+        """Tries the chat template out.
+
+        Where it has no tool support, or shows calls in another form than the parser's, the tools and the
+        form of a call go into the system prompt, and results come as user messages.
+
+        Args:
+            tokenizer: Has a chat template.
+            config: The conversations' settings.
+            tools: What the model is told it can call.
+            parser: Reads reasoning and calls. None: the form that the template shows, else Hermes'.
+
+        Raises:
+            ModelError: The tokenizer has no chat template, or one that can't be used like this.
+        """
+        self._config = config
+        self.lists_tools = False
+        """Whether the template lists the tools, and has a role for their results."""
+        if (
+            tools
+            and (parser is None or parser.from_template)
+            and tokenizer.template.supports_tools()
+        ):
+            chat = self._format(tokenizer, config.opening, tools)
+            if parser is None or reads_its_calls(chat, parser):
+                self.lists_tools = True
+                self.chat, self.parser = chat, parser or choose_parser(chat, tools)
+                return
+        opening: Sequence[Message] = config.opening
+        if tools:
+            parser = parser or self._shown_form(tokenizer, tools)
+            prompts = (config.system_prompt, parser.instructions(tools))
+            told = replace(config, system_prompt="\n\n".join(filter(None, prompts)))
+            opening = _without_tool_role(told.opening)
+        self.chat = self._format(tokenizer, opening, ())
+        self.parser = parser or choose_parser(self.chat)
+
+    def open(self, context: EpisodeContext) -> Dialogue:
+        """A new conversation for one episode."""
+        return Conversation(self.chat, self._config, context, parser=self.parser)
+
+    def _shown_form(self, tokenizer: Tokenizer, tools: Sequence[ToolSchema]) -> ToolCallParser:
+        """The form of calls in a template that does not say which tools there are (DeepSeek's)."""
+        chat = self._format(tokenizer, (), tools, report=False)
+        return choose_parser(chat, tools) if chat.trials.shows_calls else HermesParser()
+
+    def _format(
+        self,
+        tokenizer: Tokenizer,
+        opening: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        *,
+        report: bool = True,
+    ) -> ChatFormat:
+        return ChatFormat(
+            tokenizer,
+            opening=opening,
+            tools=tools,
+            variables=self._config.template_variables,
+            control_tokens_in_text=self._config.control_tokens_in_text,
+            on_rewrite=self._config.on_rewrite,
+            report=report,
+        )
+
+
+def _without_tool_role(messages: Sequence[Message]) -> list[Message]:
+    """Results as user messages, those that follow each other as one, as `ToolAgent` says them."""
+    told: list[Message] = []
+    for message in messages:
+        if message.role != "tool":
+            told.append(message)
+        elif told and told[-1].name == "tool results":
+            told[-1] = replace(told[-1], content=f"{told[-1].content}\n{message.content}")
+        else:
+            told.append(Message(role="user", content=message.content, name="tool results"))
+    return [replace(message, name="") for message in told]
