@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol, cast
 
 import numpy as np
@@ -114,18 +115,12 @@ async def run_episode(
     Returns:
         The trajectory, whatever its ending; a failed one says what broke in `reason`.
     """
-    (trajectory,) = await run_team_episode(
-        env=env,
-        team={"": Player(make_agent)},
-        engine=engine,
-        task=task,
-        member=member,
-        attempt=attempt,
-        run_seed=run_seed,
-        limits=limits,
-        timeline=timeline,
+    episode = _Episode(
+        env, {"": Player(make_agent)}, engine, task, member, attempt, run_seed, limits, timeline
     )
-    return trajectory
+    with episode:
+        await _play(episode)
+    return episode.trajectories()[0]
 
 
 async def run_team_episode(
@@ -150,54 +145,18 @@ async def run_team_episode(
         and no turns, yet the reward that it was given. Those that a trainable `ANYONE` played follow in
         the order in which they appeared; if there was none, one of the agent "" says how it ended.
     """
-    name = f"episodes/{task.index}.{member}" + (f" retry {attempt}" if attempt else "")
-    table = _Table(team, engine, task.member_seed(run_seed, member, attempt), name, timeline)
-    started = time.perf_counter_ns()
-    ending, reason = Ending.TRUNCATED, "episode_timeout"
-    try:
-        with Limit(limits.episode_timeout_s) as limit:
-            env.limit = limit
-            ending, reason = await _play(env, table, task, limits, limit, timeline)
-    except EnvError as error:
-        ending, reason = Ending.FAILED, f"{type(error).__name__}: {error}"
-    except EngineError as error:
-        who = f"{table.acting}: " if table.acting else ""
-        ending, reason = Ending.FAILED, f"{type(error).__name__}: {who}{error}"
-    finally:
-        env.limit = None
-    ended = time.perf_counter_ns()
-    timeline.add(name, f"episode ({ending})", started, ended, {"turns": table.turns})
-    return [
-        Trajectory(
-            task=task,
-            member=member,
-            attempt=attempt,
-            agent=seat.name,
-            segments=seat.agent.segments() if seat.agent is not None else (),
-            turns=tuple(seat.turns),
-            messages=seat.agent.messages() if seat.agent is not None else (),
-            ending=ending,
-            reason=reason,
-            reward=sum(turn.reward for turn in seat.turns) + seat.early_reward,
-            started_ns=started,
-            ended_ns=ended,
-        )
-        for seat in table.trained()
-    ]
+    episode = _Episode(env, team, engine, task, member, attempt, run_seed, limits, timeline)
+    with episode:
+        await _play(episode)
+    return episode.trajectories()
 
 
-async def _play(
-    env: EnvSession,
-    table: _Table,
-    task: Task,
-    limits: EpisodeLimits,
-    limit: Limit,
-    timeline: Timeline,
-) -> tuple[Ending, str]:
-    name, played = table.name, 0
+async def _play(episode: _Episode) -> None:
+    env, task, limits, limit = episode.env, episode.task, episode.limits, episode.limit
+    timeline, name, played = episode.timeline, episode.name, 0
     with timeline.span(name, "reset"):
         observation, info = await env.reset(seed=task.seed, options=task.options or None)
-    seat, agent = table.next(info.get("agent", ""))
+    seat, agent = episode.next(info.get("agent", ""))
     acting, turns = seat.name, seat.turns
     while True:
         action = None
@@ -209,7 +168,8 @@ async def _play(
                 f"({limits.generate_timeout_s:g} s) in episode {name}; raise it or look at the engine."
             )
         if action.limit:
-            return Ending.TRUNCATED, f"{action.limit} ({acting})" if acting else action.limit
+            episode.reason = f"{action.limit} ({acting})" if acting else action.limit
+            return
         start = time.perf_counter_ns()
         result = await env.step(action.text)
         end = time.perf_counter_ns()
@@ -232,17 +192,20 @@ async def _play(
         )
         played += 1
         if rewards is not None:
-            table.reward(rewards)
+            episode.reward(rewards)
         observation = result.observation
         if result.terminated:
-            return Ending.TERMINATED, ""
+            episode.ending, episode.reason = Ending.TERMINATED, ""
+            return
         if result.truncated:
-            return Ending.TRUNCATED, str(info.get("truncated_by", "environment"))
+            episode.reason = str(info.get("truncated_by", "environment"))
+            return
         if played >= limits.max_turns:
-            return Ending.TRUNCATED, "max_turns"
+            episode.reason = "max_turns"
+            return
         following = info.get("agent", "")
         if following is not acting:
-            seat, agent = table.next(following)
+            seat, agent = episode.next(following)
             acting, turns = seat.name, seat.turns
 
 
@@ -259,24 +222,99 @@ class _Seat:
         """What it was given before its first turn."""
 
 
-class _Table:
-    """Everyone's part in one episode."""
+class _Episode:
+    """Everyone's part in one episode, and how it ended.
 
-    __slots__ = ("_engine", "_seats", "_seed", "_team", "_timeline", "acting", "name")
+    As a context manager it is the episode's time limit, and takes what is expected to break it.
+    """
+
+    __slots__ = (
+        "_attempt",
+        "_engine",
+        "_member",
+        "_seats",
+        "_seed",
+        "_started",
+        "_team",
+        "acting",
+        "ending",
+        "env",
+        "limit",
+        "limits",
+        "name",
+        "reason",
+        "task",
+        "timeline",
+    )
 
     def __init__(
-        self, team: Team, engine: Engine, seed: int, name: str, timeline: Timeline
+        self,
+        env: EnvSession,
+        team: Team,
+        engine: Engine,
+        task: Task,
+        member: int,
+        attempt: int,
+        run_seed: int,
+        limits: EpisodeLimits,
+        timeline: Timeline,
     ) -> None:
-        self._team, self._engine, self._seed, self._timeline = team, engine, seed, timeline
+        self.env, self.task, self.limits, self.timeline = env, task, limits, timeline
+        self._team, self._engine, self._member, self._attempt = team, engine, member, attempt
+        self._seed = task.member_seed(run_seed, member, attempt)
         self._seats: dict[str, _Seat] = {}
-        self.name = name
+        self.name = f"episodes/{task.index}.{member}" + (f" retry {attempt}" if attempt else "")
         self.acting = ""
         """Whose turn it is."""
+        self.ending, self.reason = Ending.TRUNCATED, "episode_timeout"  # until it ends otherwise
+        self.limit = Limit(limits.episode_timeout_s)
+        self._started = 0
 
-    @property
-    def turns(self) -> int:
-        """Those of all."""
-        return sum([len(seat.turns) for seat in self._seats.values()])
+    def __enter__(self) -> None:
+        self._started = time.perf_counter_ns()
+        self.limit.__enter__()
+        self.env.limit = self.limit
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.env.limit = None
+        if self.limit.__exit__(kind, error, trace):
+            return True
+        if not isinstance(error, (EnvError, EngineError)):
+            return False
+        who = f"{self.acting}: " if self.acting and isinstance(error, EngineError) else ""
+        self.ending, self.reason = Ending.FAILED, f"{type(error).__name__}: {who}{error}"
+        return True
+
+    def trajectories(self) -> list[Trajectory]:
+        """Those of trainable agents, once it has ended."""
+        ended, turns = time.perf_counter_ns(), 0
+        for seat in self._seats.values():
+            turns += len(seat.turns)
+        self.timeline.add(
+            self.name, f"episode ({self.ending})", self._started, ended, {"turns": turns}
+        )
+        return [
+            Trajectory(
+                task=self.task,
+                member=self._member,
+                attempt=self._attempt,
+                agent=seat.name,
+                segments=seat.agent.segments() if seat.agent is not None else (),
+                turns=tuple(seat.turns),
+                messages=seat.agent.messages() if seat.agent is not None else (),
+                ending=self.ending,
+                reason=self.reason,
+                reward=sum(turn.reward for turn in seat.turns) + seat.early_reward,
+                started_ns=self._started,
+                ended_ns=ended,
+            )
+            for seat in self._trained()
+        ]
 
     def next(self, name: object) -> tuple[_Seat, Agent]:
         """Whose turn it is now; its agent is made if this is its first.
@@ -292,7 +330,7 @@ class _Table:
                     engine=self._engine if seat.player.engine is None else seat.player.engine,
                     seed=derive_seed("agent", self._seed, seat.name) if seat.name else self._seed,
                     name=f"{self.name}/{seat.name}" if seat.name else self.name,
-                    timeline=self._timeline,
+                    timeline=self.timeline,
                 )
             )
         return seat, seat.agent
@@ -320,7 +358,7 @@ class _Table:
             else:
                 seat.early_reward += number
 
-    def trained(self) -> list[_Seat]:
+    def _trained(self) -> list[_Seat]:
         """The seats of trainable agents, those that the team names first."""
         named = [
             self._seat(name, "") for name, p in self._team.items() if p.trainable and name != ANYONE
