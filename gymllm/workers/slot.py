@@ -222,10 +222,10 @@ class Slot:
             )
 
     async def wait_idle(self) -> None:
-        """Waits for the call in progress, if there is one, for as long as its limit lets it take."""
+        """Waits for the call in progress, if there is one; no longer than closing may take."""
         if self._busy:
             self._call_ended = self._call_ended or anyio.Event()
-            with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(self._limits.close_timeout_s, shield=True):
                 await self._call_ended.wait()
 
     async def aclose(self) -> None:
