@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 
 from gymllm.message import ToolCall
@@ -17,6 +16,7 @@ from gymllm_agents.parsers import (
     ToolCallParser,
     make_parser,
 )
+from gymllm_agents.template_trials import common_length
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _said(chat: ChatFormat, prompt: str, shown: str) -> Said:
     tokenizer = chat.tokenizer
     # Not every template shows an answered prompt just as it was: what is not common is the reply.
     before, ids = (tokenizer.encode(text, allow_special=True) for text in (prompt, shown))
-    ids = ids[len(os.path.commonprefix([before, ids])) :]
+    ids = ids[common_length(before, ids) :]
     end = next((k for k, i in enumerate(ids) if i in chat.stop_token_ids), len(ids))
     decoded, controls = tokenizer.decode_marked(ids[:end])
     return Said(

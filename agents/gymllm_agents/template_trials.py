@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -165,7 +164,7 @@ class Trials:
         question = Message(role="user", content="question")
         marked = self.marked(reply, self._sentinel)
         alone = self._render([question, marked], prompt=False).rpartition(self._sentinel)[2]
-        return os.path.commonprefix([alone, suffix])
+        return suffix[: common_length(alone, suffix)]
 
     def _answer(self, text: str, *, thoughts: bool) -> Message:
         if thoughts and not self.shows_reasoning:
@@ -246,6 +245,12 @@ def mark_absent_from(stem: str, messages: Iterable[Message]) -> str:
     while any(_holds(message, f"\ufdd0{stem}{n}\ufdd1") for message in held):
         n += 1
     return f"\ufdd0{stem}{n}\ufdd1"
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items two sequences have in common at their start."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((k for k, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _holds(message: Message, mark: str) -> bool:
