@@ -23,7 +23,7 @@ from gymllm_trainers.players import (
     scripted_player,
 )
 from gymllm_trainers.statistics import StepStatistics
-from gymllm_trainers.train import warm_start_folder
+from gymllm_trainers.train import run, warm_start_folder
 
 SELF_PLAY = """
 env:
@@ -71,15 +71,30 @@ def test_a_file_with_flags_over_it(tmp_path: Path) -> None:
         (["a.tools", "7"], ConfigError, r"players.a.tools must be a list.* or null, got 7"),
         (["a", "frozen"], ConfigError, "needs a player, a setting and a value, as in --players"),
         (["a.engine"], ConfigError, "needs a player, a setting and a value"),
-        (["a.engine", "frozen"], ConfigError, "players: nobody is trained, got a"),
-        (["*.skill", "1"], ConfigError, r"players\.\* can't be trained, as groups need names"),
         (["a.skill", "2"], ConfigError, "skill must be from 0 to 1, got 2"),
-        (["a.temperature", "0.5"], ConfigError, "players.a.temperature must be agent.temperature"),
     ],
 )
 def test_mistakes_are_named(flags: list[str], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         load_config([f"--players.{flags[0]}", *flags[1:]])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["a.engine", "frozen"], "players: nobody is trained, got a"),
+        (["*.skill", "1"], r"players\.\* can't be trained, as groups need names"),
+        (["a.temperature", "0.5"], r"players\.a\.temperature must be agent.temperature \(1\)"),
+    ],
+)
+def test_a_run_that_can_not_train_them_does_not_start(
+    tmp_path: Path, flags: list[str], message: str
+) -> None:
+    runs = tmp_path / "runs"
+    config = load_config([f"--players.{flags[0]}", *flags[1:], "--runs-dir", str(runs)])
+    with pytest.raises(ConfigError, match=message):
+        run(config)
+    assert not runs.exists()
 
 
 def test_tokens_that_are_not_the_policys_are_not_trained() -> None:
@@ -91,11 +106,11 @@ def test_players_decide_the_warm_start_and_are_fixed_on_resume(tmp_path: Path) -
     config = load(tmp_path, SELF_PLAY)
     other = load(tmp_path, SELF_PLAY, "--players.player_1.system-prompt", "Win.")
     assert warm_start_folder(config) != warm_start_folder(other)
-    run = tmp_path / "runs" / "old"
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text(config_yaml(config))
+    folder = tmp_path / "runs" / "old"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(config_yaml(config))
     with pytest.raises(ConfigError, match=r"players\.player_1\.engine can't change"):
-        load_config(["--resume", str(run), "--players.player_1.engine", "scripted"])
+        load_config(["--resume", str(folder), "--players.player_1.engine", "scripted"])
 
 
 # ---------------------------------------------------------------------- the team

@@ -35,7 +35,7 @@ from gymllm_trainers.config_files import (
 from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import LearnerConfig
 from gymllm_trainers.metrics import WandbMode
-from gymllm_trainers.players import AgentSettings, PlayerSettings, check_players
+from gymllm_trainers.players import AgentSettings, PlayerSettings
 from gymllm_trainers.run_folder import RunFolder
 from gymllm_trainers.warm_start import WarmStartConfig
 
@@ -131,7 +131,6 @@ class TrainConfig:
             raise ConfigError(f"steps must be >= 1, got {self.steps}.")
         if self.seed < 0:
             raise ConfigError(f"seed must be >= 0, got {self.seed}.")
-        check_players(self.players, temperature=self.agent.temperature)
 
 
 _KWARGS_FLAGS = ("--env.kwargs.", "--env-kwargs.")

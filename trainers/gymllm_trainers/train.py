@@ -50,6 +50,7 @@ from gymllm_trainers.models import (
 from gymllm_trainers.players import (
     PlayerSettings,
     build_team,
+    check_players,
     scripted_engine,
     scripted_player,
 )
@@ -75,6 +76,7 @@ def run(config: TrainConfig) -> None:
         GymLLMError: A setting can't be used, or the run can't go on; what was collected is saved.
         KeyboardInterrupt: Ctrl-C; a checkpoint was written, and everything closed.
     """
+    check_players(config.players, temperature=config.agent.temperature)
     with Interrupt() as interrupt:
         started = time.monotonic()
         keep_freed_memory()
