@@ -9,15 +9,12 @@ gymllm itself leave as exceptions.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, cast
-
-import numpy as np
 
 from gymllm.agent import Agent, AgentFactory, EpisodeContext
 from gymllm.engine import Engine
@@ -31,7 +28,7 @@ from gymllm.errors import (
 )
 from gymllm.limit import Limit
 from gymllm.task import Task, derive_seed
-from gymllm.team import ANYONE, Player, Team
+from gymllm.team import ANYONE, Player, Team, finite_reward
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Trajectory, Turn
 
@@ -347,7 +344,7 @@ class _Episode:
             )
         for name, reward in cast("Mapping[object, object]", rewards).items():
             seat = self._seat(name, 'info["agent_rewards"]')
-            number = _finite(reward)
+            number = finite_reward(reward)
             if number is None:
                 raise EnvTypeError(
                     f'info["agent_rewards"] must hold finite numbers, got {reward!r} for {name!r}.'
@@ -386,17 +383,6 @@ class _Episode:
         if list(self._team) == [""]:
             return (
                 f"the environment has an agent {name!r}, but one agent without a name plays. Give a "
-                'team: a player for each of its agents, or one for "*".'
+                'team (players, in a configuration): one for each of its agents, or one for "*".'
             )
         return str(UnknownNameError("agent", name, self._team, 'A player "*" would play it.'))
-
-
-def _finite(number: object) -> float | None:
-    """A reward as a float, or None if it is none."""
-    if isinstance(number, bool) or not isinstance(number, int | float | np.integer | np.floating):
-        return None
-    try:
-        value = float(cast("float", number))
-    except OverflowError:  # an int that no float holds
-        return None
-    return value if math.isfinite(value) else None

@@ -6,8 +6,11 @@ not trainable; a user simulator has another agent, with its own prompt, and is n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import numpy as np
 
 from gymllm.agent import AgentFactory
 from gymllm.engine import Engine
@@ -66,3 +69,14 @@ def trained_agents(team: Team) -> tuple[str, ...]:
     if not names:
         raise ConfigError(f"nobody of the team is trainable, got {', '.join(team)}.")
     return names
+
+
+def finite_reward(value: object) -> float | None:
+    """What an environment gave as a reward as a float; None if it is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    try:
+        reward = float(cast("float", value))
+    except OverflowError:  # an int that no float holds
+        return None
+    return reward if math.isfinite(reward) else None

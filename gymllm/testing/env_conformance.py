@@ -17,7 +17,7 @@ A rule that can't be judged because another one is broken passes, so what fails 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from itertools import zip_longest
 from typing import cast
@@ -28,6 +28,7 @@ from gymnasium.vector.utils import CloudpickleWrapper
 from gymllm.bridge import helper_loop
 from gymllm.errors import EnvTypeError, UnknownNameError
 from gymllm.spaces import is_text
+from gymllm.team import finite_reward
 from gymllm.testing.held import held, new_since
 from gymllm.testing.playing import (
     OTHER_SEED,
@@ -158,6 +159,35 @@ def invalid_actions(case: Case) -> None:
                 )
 
 
+def agents(case: Case) -> None:
+    """Where there are several agents, `info["agent"]` always names who acts next, and
+    `info["agent_rewards"]` gives finite rewards to names."""
+    with closing(case.make_env()) as env:
+        several = False
+        for number, event in enumerate(play(env, case)):
+            if not event.answer:
+                continue
+            info = cast("dict[str, object]", event.answer[-1])
+            several = several or (number == 0 and "agent" in info)
+            require(
+                isinstance(info.get("agent", ""), str),
+                f'info["agent"] must be a str, {event.call} has {info.get("agent")!r}',
+            )
+            require(
+                "agent" in info or not several or event.ended,
+                f'info["agent"] must say who acts next, as after the reset; {event.call} has none',
+            )
+            rewards = info.get("agent_rewards", {})
+            good = isinstance(rewards, Mapping) and all(
+                isinstance(name, str) and finite_reward(reward) is not None
+                for name, reward in cast("Mapping[object, object]", rewards).items()
+            )
+            require(
+                good,
+                f'info["agent_rewards"] must be finite rewards by name, {event.call} has {rewards!r}',
+            )
+
+
 def step_order(case: Case) -> None:
     """A step before the first reset raises, and so does one after an episode's end."""
     with closing(case.make_env()) as env:
@@ -256,7 +286,7 @@ def _named(rule: str) -> Callable[[Case], None]:
 _CHECKS: dict[str, Callable[[Case], None]] = {
     check.__name__: check
     for check in (
-        *(texts, seeds, reset_isolation, invalid_actions, step_order, both_faces),
+        *(texts, seeds, reset_isolation, invalid_actions, agents, step_order, both_faces),
         *(cancellation, timeouts, close_twice, close_releases, picklability),
     )
 }

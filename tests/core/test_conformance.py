@@ -235,6 +235,28 @@ class Maker:
         return (functools.partial, (Other,))
 
 
+class ForgetsWhoseTurnItIs(Good):
+    """One of two agents, until an action can't be read."""
+
+    async def areset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        return (await super().areset(**kwargs))[0], {"agent": "a"}
+
+    async def astep(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *answer, info = await super().astep(action)
+        return *answer, info if info["invalid_action"] else {**info, "agent": "b"}
+
+
+class NumbersItsAgents(Good):
+    async def areset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        return (await super().areset(**kwargs))[0], {"agent": 0}
+
+
+class RewardsNobody(Good):
+    async def astep(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *answer, info = await super().astep(action)
+        return *answer, {**info, "agent_rewards": {"a": None}}
+
+
 BROKEN: list[tuple[str, Callable[..., Any], str]] = [
     ("texts", Bytes, r"reset\(seed=11\): the observation must be a str, got bytes"),
     ("texts", OutsideItsSpace, r"the observation of reset\(seed=11\) does not lie in Unicode\(3\)"),
@@ -243,6 +265,9 @@ BROKEN: list[tuple[str, Callable[..., Any], str]] = [
     ("reset_isolation", Remembers, r"a new environment: .*'episodes': 1.*; a used one: .*2"),
     ("invalid_actions", RaisesOnInvalid, r"step\('\?'\) raised KeyError\('\?'\)"),
     ("invalid_actions", InvalidInWords, r"must be a bool, step\('left'\) has 'no'"),
+    ("agents", ForgetsWhoseTurnItIs, r"must say who acts next, .*; step\('\?'\) has none"),
+    ("agents", NumbersItsAgents, r"must be a str, reset\(seed=11\) has 0"),
+    ("agents", RewardsNobody, r"must be finite rewards by name, step\('left'\) has {'a': None}"),
     ("step_order", StepsBeforeReset, "step before the first reset must raise"),
     ("step_order", StepsAfterTheEnd, "step after the episode's end must raise"),
     ("both_faces", KnowsThePool, r"step\('left'\), elsewhere: .*False.*True"),
