@@ -120,6 +120,11 @@ class Reply:
 class Dialogue(Protocol):
     """A conversation with a model, whatever stands behind it."""
 
+    @property
+    def lists_tools(self) -> bool:
+        """Whether the model is told of tools in a way of its own, with a role for their results."""
+        ...
+
     async def reply(self, *new: Message) -> Reply:
         """Says `new` and returns the model's answer."""
         ...
@@ -144,6 +149,7 @@ class Conversation:
         context: EpisodeContext,
         *,
         parser: ToolCallParser,
+        lists_tools: bool = False,
     ) -> None:
         """Starts one.
 
@@ -152,7 +158,9 @@ class Conversation:
             config: Its settings.
             context: The episode and its engine.
             parser: Reads reasoning and calls in the answers.
+            lists_tools: Whether the chat template lists tools, and has a role for their results.
         """
+        self.lists_tools = lists_tools
         self._chat, self._config, self._context, self._parser = chat, config, context, parser
         self._ledger = TokenLedger()
         self._said: list[Message] = []

@@ -49,9 +49,13 @@ class ConversationAgent(ABC):
 
     @classmethod
     def factory(
-        cls, tokenizer: Tokenizer, config: ConversationConfig | None = None
+        cls, tokenizer: Tokenizer | None, config: ConversationConfig | None = None
     ) -> AgentFactory:
         """Makes agents that share the tokenizer, the opening and what is known of the template.
+
+        Args:
+            tokenizer: Has a chat template. None: for chat engines alone (OpenAI), which need none.
+            config: Defaults to `config_class()`.
 
         Raises:
             ModelError: The tokenizer has no chat template, or one that can't be used like this.
@@ -70,6 +74,11 @@ class ConversationAgent(ABC):
         if self._context is None:
             raise GymLLMError("this agent plays no episode; its factory must call bind(context).")
         return self._context
+
+    @property
+    def lists_tools(self) -> bool:
+        """Whether the model is told of tools in a way of its own, with a role for their results."""
+        return self._dialogue.lists_tools
 
     @abstractmethod
     async def answer(self, observation: TextOrMessage) -> str:

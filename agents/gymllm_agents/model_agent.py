@@ -74,7 +74,7 @@ class FormatAgent(ConversationAgent):
 
     @classmethod
     def factory(
-        cls, tokenizer: Tokenizer, config: ConversationConfig | None = None
+        cls, tokenizer: Tokenizer | None, config: ConversationConfig | None = None
     ) -> AgentFactory:
         """Makes agents that share the tokenizer, the opening and what is known of the template.
 

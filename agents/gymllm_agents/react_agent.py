@@ -99,7 +99,7 @@ class ReActAgent(ToolAgent):
     @classmethod
     def factory(
         cls,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         config: ToolConfig | None = None,
         *,
         tools: Sequence[Tool],

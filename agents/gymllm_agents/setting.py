@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gymllm.agent import EpisodeContext
+from gymllm.chat_engine import ChatEngine
+from gymllm.errors import ModelError
 from gymllm.message import Message
+from gymllm_agents.chat_conversation import ChatConversation
 from gymllm_agents.chat_format import ChatFormat
 from gymllm_agents.chat_template import ToolSchema
 from gymllm_agents.conversation import Conversation, ConversationConfig, Dialogue
@@ -20,7 +23,7 @@ class Setting:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         config: ConversationConfig,
         *,
         tools: Sequence[ToolSchema] = (),
@@ -32,7 +35,7 @@ class Setting:
         form of a call go into the system prompt, and results come as user messages.
 
         Args:
-            tokenizer: Has a chat template.
+            tokenizer: Has a chat template. None: for chat engines alone (OpenAI), which need none.
             config: The conversations' settings.
             tools: What the model is told it can call.
             parser: Reads reasoning and calls. None: the form that the template shows, else Hermes'.
@@ -40,9 +43,11 @@ class Setting:
         Raises:
             ModelError: The tokenizer has no chat template, or one that can't be used like this.
         """
-        self._config = config
-        self.lists_tools = False
-        """Whether the template lists the tools, and has a role for their results."""
+        self._config, self._tools = config, tools
+        self._lists_tools = False
+        self._chat: tuple[ChatFormat, ToolCallParser] | None = None
+        if tokenizer is None:
+            return
         if (
             tools
             and (parser is None or parser.from_template)
@@ -50,8 +55,8 @@ class Setting:
         ):
             chat = self._format(tokenizer, config.opening, tools)
             if parser is None or reads_its_calls(chat, parser):
-                self.lists_tools = True
-                self.chat, self.parser = chat, parser or choose_parser(chat, tools)
+                self._lists_tools = True
+                self._chat = (chat, parser or choose_parser(chat, tools))
                 return
         opening: Sequence[Message] = config.opening
         if tools:
@@ -59,12 +64,27 @@ class Setting:
             prompts = (config.system_prompt, parser.instructions(tools))
             told = replace(config, system_prompt="\n\n".join(filter(None, prompts)))
             opening = _without_tool_role(told.opening)
-        self.chat = self._format(tokenizer, opening, ())
-        self.parser = parser or choose_parser(self.chat)
+        chat = self._format(tokenizer, opening, ())
+        self._chat = (chat, parser or choose_parser(chat))
 
     def open(self, context: EpisodeContext) -> Dialogue:
-        """A new conversation for one episode."""
-        return Conversation(self.chat, self._config, context, parser=self.parser)
+        """A new conversation for one episode.
+
+        Raises:
+            ModelError: The engine takes token ids, and there is no tokenizer.
+        """
+        engine = context.engine
+        if isinstance(engine, ChatEngine):
+            return ChatConversation(engine, self._config, context, tools=self._tools)
+        if self._chat is None:
+            raise ModelError(
+                f"{type(engine).__name__} takes token ids, but the agents were made without a "
+                "tokenizer: give their factory the model's."
+            )
+        chat, parser = self._chat
+        return Conversation(
+            chat, self._config, context, parser=parser, lists_tools=self._lists_tools
+        )
 
     def _shown_form(self, tokenizer: Tokenizer, tools: Sequence[ToolSchema]) -> ToolCallParser:
         """The form of calls in a template that does not say which tools there are (DeepSeek's)."""

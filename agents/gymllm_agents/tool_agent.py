@@ -42,7 +42,6 @@ class ToolAgent(ConversationAgent):
         dialogue: Dialogue,
         *,
         tools: Mapping[str, Tool],
-        lists_tools: bool,
         max_tool_calls: int,
     ) -> None:
         """Builds one; `factory` is the way to get them.
@@ -50,11 +49,10 @@ class ToolAgent(ConversationAgent):
         Args:
             dialogue: A new one.
             tools: By name.
-            lists_tools: Whether the chat template lists the tools, and so has a role for their results.
             max_tool_calls: Most calls a turn.
         """
         super().__init__(dialogue)
-        self._tools, self._lists_tools = tools, lists_tools
+        self._tools = tools
         self._max_tool_calls = max_tool_calls
         refusal = f"Error: only {max_tool_calls} calls a turn are allowed; answer now."
         self._refused = ToolResult(text=refusal, failed=True)
@@ -62,7 +60,7 @@ class ToolAgent(ConversationAgent):
     @classmethod
     def factory(  # pyright: ignore[reportIncompatibleMethodOverride]  # an agent of tools needs tools
         cls,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         config: ToolConfig | None = None,
         *,
         tools: Sequence[Tool],
@@ -74,7 +72,7 @@ class ToolAgent(ConversationAgent):
         and the form of a call go into the system prompt, and results come as user messages.
 
         Args:
-            tokenizer: Has a chat template.
+            tokenizer: Has a chat template. None: for chat engines alone (OpenAI), which need none.
             config: Defaults to `ToolConfig()`.
             tools: At least one; names are unique.
             parser: One of `PARSERS`, or your own. None: the form that the template shows, else Hermes'.
@@ -96,7 +94,6 @@ class ToolAgent(ConversationAgent):
         return lambda context: cls(
             setting.open(context),
             tools=by_name,
-            lists_tools=setting.lists_tools,
             max_tool_calls=config.max_tool_calls,
         ).bind(context)
 
@@ -122,7 +119,7 @@ class ToolAgent(ConversationAgent):
         self, calls: Sequence[ToolCall | UnreadableCall], results: Sequence[ToolResult]
     ) -> Sequence[Message]:
         """What the policy is told of its calls, in their order."""
-        if self._lists_tools and all(isinstance(call, ToolCall) for call in calls):
+        if self.lists_tools and all(isinstance(call, ToolCall) for call in calls):
             return [
                 Message(role="tool", content=result.text, tool_call_id=call.id, name=call.name)
                 for call, result in zip(calls, results, strict=True)
