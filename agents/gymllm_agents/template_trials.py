@@ -214,9 +214,11 @@ class Trials:
         return True
 
     def _shown(self, reply: Message) -> tuple[str, str]:
-        """A prompt, and what the template shows once it is answered."""
+        """What follows the question in a prompt, and once it is answered."""
         question = Message(role="user", content="question")
-        return self._render([question]), self._render([question, reply], prompt=False)
+        # Some templates move the system prompt to the newest question, so what is before it differs.
+        prompt, shown = self._render([question]), self._render([question, reply], prompt=False)
+        return prompt.rpartition(question.content)[2], shown.rpartition(question.content)[2]
 
     def _upto(self, text: str) -> str:
         """The text up to the end of the sentinel."""

@@ -1,0 +1,112 @@
+"""A `ToolAgent` on each family: calls as its own template shows them, results in its own role."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from families import FAMILIES, load_family
+
+from gymllm.message import Message, ToolCall
+from gymllm_agents import ToolAgent, ToolConfig, calculator
+from gymllm_agents.parsers import make_parser
+
+LISTING = [
+    name
+    for name in FAMILIES
+    if name.startswith(("qwen", "llama", "mistral", "gpt-oss", "glm", "kimi"))
+]
+OTHERS = {
+    "deepseek-v3": "deepseek",
+    "deepseek-v3.1": "deepseek",
+    "gemma3": "gemma",
+    "smollm2": "hermes",
+}
+
+
+def generated(name: str, answer: Message, next_token: str) -> list[int]:
+    """The ids of an answer to a first question, as the family's template shows it, its end included."""
+    tokenizer = load_family(name)
+    question = [Message(role="user", content="question")]
+    tools = [calculator().schema]
+    prompt, shown = (
+        tokenizer.template.render(messages, tools=tools, add_generation_prompt=wanted)
+        for messages, wanted in ((question, True), ([*question, answer], False))
+    )
+    assert shown.startswith(prompt)
+    ids = tokenizer.encode(shown[len(prompt) :], allow_special=True)
+    stops = tokenizer.stop_token_ids
+    end = next((k for k, i in enumerate(ids) if i in stops), None)
+    if end is None:
+        return [*ids, tokenizer.token_to_id(next_token)]
+    return ids[: end + 1]
+
+
+def call(name: str, expression: str) -> Message:
+    call_id = "functions.calculator:0" if name.startswith("kimi") else "abcdef123"
+    arguments = {"expression": expression}
+    called = ToolCall(name="calculator", arguments=arguments, id=call_id)
+    return Message(role="assistant", tool_calls=(called,))
+
+
+@pytest.mark.parametrize("name", LISTING)
+def test_a_call_is_run_and_its_result_told(name, recording, start) -> None:
+    tokenizer = load_family(name)
+    answer = Message(role="assistant", content="It is 42.")
+    engine = recording(
+        answers=[
+            generated(name, call(name, "6*7"), "<|observation|>"),
+            generated(name, call(name, "1/0"), "<|observation|>"),
+            generated(name, answer, "<|user|>"),
+            generated(name, answer, "<|user|>"),
+        ],
+        context_length=100_000,
+    )
+    config = ToolConfig(max_new_tokens=10_000, system_prompt="Calculate.")
+    agent = start(ToolAgent.factory(tokenizer, config, tools=[calculator()]), engine)
+
+    async def main() -> None:
+        action = await agent.act("6 * 7? <|im_end|></s>")
+        assert (action.text, action.tool_calls, action.tool_errors) == ("It is 42.", 2, 1)
+        assert (await agent.act("next")).text == "It is 42."
+
+    anyio.run(main)
+    told = [(m.role, m.content) for m in agent.messages() if m.role == "tool"]
+    assert told == [("tool", "42"), ("tool", "Error: division by zero.")]
+    prompt = tokenizer.decode(engine.asked[0].prompt_ids.tolist(), skip_special=False)
+    assert "calculator" in prompt
+    assert "Calculate." in prompt
+    segments = agent.segments()
+    assert sum(int(s.mask.sum()) for s in segments) == sum(map(len, engine.said))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_without_a_list_of_tools_are_told_in_the_prompt(name, recording, start) -> None:
+    tokenizer = load_family(name)
+    texts = {
+        "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>calculator\n"
+        '```json\n{"expression": "6*7"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>calculator<｜tool▁sep｜>"
+        '{"expression": "6*7"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "gemma3": '```tool_code\ncalculator(expression="6*7")\n```',
+        "smollm2": '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>',
+    }
+    stop = tokenizer.stop_token_ids[-1]
+    said = [texts[name], "It is 42."]
+    engine = recording(
+        answers=[[*tokenizer.encode(text, allow_special=True), stop] for text in said],
+        context_length=100_000,
+    )
+    parser = OTHERS[name] if name == "gemma3" else None
+    config = ToolConfig(max_new_tokens=10_000)
+    factory = ToolAgent.factory(tokenizer, config, tools=[calculator()], parser=parser)
+    agent = start(factory, engine)
+
+    async def main() -> None:
+        action = await agent.act("6 * 7?")
+        assert (action.text, action.tool_calls, action.tool_errors) == ("It is 42.", 1, 0)
+
+    anyio.run(main)
+    prompt = tokenizer.decode(engine.asked[0].prompt_ids.tolist(), skip_special=False)
+    form = make_parser(OTHERS[name], [calculator().schema]).instructions([calculator().schema])
+    assert form.strip() in prompt
+    assert agent.messages()[-2] == Message(role="user", content="42")
