@@ -16,12 +16,15 @@ PEERS = {
 INSTALL_LIMIT_S, RUN_LIMIT_S = 1800, 300
 
 
-def run_in_venv(venvs: Path, name: str, *args: object) -> dict[str, float] | str:
-    """The JSON object in the last line that a peer's script prints; or why there is none, in a line."""
-    requirement, script = PEERS[name]
+def run_in_venv(venvs: Path, name: str, *args: object, script: str = "") -> dict[str, float] | str:
+    """The JSON object in the last line that a peer's script prints; or why there is none, in a line.
+
+    `script` is another than the peer's usual one.
+    """
+    requirement, usual = PEERS[name]
     try:
         python = _python(venvs / name, requirement)
-        command = [python, Path(__file__).parent / script, *map(str, args)]
+        command = [python, Path(__file__).parent / (script or usual), *map(str, args)]
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=RUN_LIMIT_S
         )
