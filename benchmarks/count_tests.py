@@ -1,16 +1,19 @@
 """Counts the agents' tests, and the examples that hypothesis writes for those of properties, as JSON.
 
-A process of its own, for pytest rewrites modules that nothing has imported yet: `python count_tests.py FOLDER`
-prints {"tests", "properties": {file: tests}, "examples": {file: most examples of one run}}.
+A process of its own, for pytest rewrites modules that nothing has imported yet. `python count_tests.py
+FOLDER` prints {"tests", "properties": {file: tests}, "examples": {file: most examples of one run}}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
+import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,18 +31,28 @@ class Counted:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Counts them."""
-        import hypothesis
-
         self.tests = len(items)
         for item in items:
-            function = getattr(item, "obj", None)
-            if not hypothesis.is_hypothesis_test(function):
-                continue
-            # Hypothesis has no public name for a test's own settings.
-            own = getattr(function, "_hypothesis_internal_use_settings", None)
-            file = item.path.relative_to(ROOT).as_posix()
-            self.properties[file] += 1
-            self.examples[file] += (own or hypothesis.settings()).max_examples
+            examples = _examples(getattr(item, "obj", None))
+            if examples:
+                file = item.path.relative_to(ROOT).as_posix()
+                self.properties[file] += 1
+                self.examples[file] += examples
+
+
+def _examples(test: Callable[..., object] | None) -> int:
+    """Most examples that hypothesis writes for a test; 0 if it writes none."""
+    import hypothesis
+
+    # Hypothesis has no public name for a test's own settings.
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if hypothesis.is_hypothesis_test(test):
+        return (own or hypothesis.settings()).max_examples
+    inner = inspect.getsource(test) if test else ""
+    if "@given(" not in inner:
+        return 0
+    written = re.search(r"max_examples=(\d+)", inner)  # in a function inside of the test
+    return int(written[1]) if written else hypothesis.settings().max_examples
 
 
 def main(folder: str) -> None:
