@@ -12,7 +12,7 @@ from gymllm.errors import ConfigError, UnknownNameError
 from gymllm.task import SeededTasks
 from gymllm.team import Player
 from gymllm.trajectory import Ending, Group, Trajectory
-from gymllm_agents import Tokenizer, train_tokenizer
+from gymllm_agents import Tokenizer, calculator, train_tokenizer
 from gymllm_trainers.config import TrainConfig, config_yaml, load_config
 from gymllm_trainers.config_files import merge
 from gymllm_trainers.players import (
@@ -140,6 +140,7 @@ def test_players_have_their_engines_and_prompts(tokenizer: Tokenizer) -> None:
         tokenizer,
         AgentSettings(system_prompt="Play."),
         players,
+        toolbox={"calculator": (calculator(),)},
         engine_of=lambda settings: scripted if settings.engine == "scripted" else None,
     )
     assert {name: player.engine for name, player in team.items()} == {

@@ -196,9 +196,9 @@ async def test_environment_without_a_player_needs_none_for_random_weights(
     async with lakes() as pool:
         if enabled:
             with pytest.raises(ConfigError, match=r"smollm2 .*--warm-start\.no-enabled"):
-                await train._model(config, pool, lambda phase: None)
+                await train._model(config, pool, {}, lambda phase: None)
         else:
-            model = await train._model(config, pool, lambda phase: None)
+            model = await train._model(config, pool, {}, lambda phase: None)
             assert model.tokenizer.vocab_size == 300
             assert train.warm_start_folder(config).is_dir(), "gymllm-eval starts from it too"
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, TypeVar
 
 import gymnasium
 
@@ -15,18 +15,32 @@ from gymllm.errors import ConfigError, EnvError, GymLLMError
 from gymllm.pool import EnvPool, execution_of
 from gymllm.registration import check_id, make
 from gymllm_agents import (
+    ConversationConfig,
+    FormatAgent,
+    FormatConfig,
     ModelAgent,
+    ReActAgent,
     Tokenizer,
     Tool,
     ToolAgent,
     ToolConfig,
-    calculator,
-    make_parser,
 )
 
-ToolName = Literal["calculator"]
-ToolForm = Literal["hermes", "plain"]
-_TOOLS: Mapping[ToolName, Callable[[], Tool]] = {"calculator": calculator}
+ToolForm = Literal[
+    "auto",
+    "deepseek",
+    "gemma",
+    "glm",
+    "gpt-oss",
+    "hermes",
+    "json",
+    "kimi",
+    "llama",
+    "mistral",
+    "plain",
+    "qwen",
+]
+AgentKind = Literal["auto", "model", "tool", "react", "format"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,29 +164,48 @@ async def _try_in_process(pool: EnvPool) -> None:
         raise ConfigError(f"{pool.env_id} can't be started in a process: {problem}") from problem
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig(ToolConfig, FormatConfig):
+    """The settings of every kind of agent."""
+
+
 def build_agents(
     tokenizer: Tokenizer,
-    config: ToolConfig,
-    tools: Sequence[ToolName] = (),
+    config: AgentConfig,
+    tools: Sequence[Tool] = (),
     *,
-    form: ToolForm = "hermes",
+    kind: AgentKind = "auto",
+    form: ToolForm = "auto",
 ) -> AgentFactory:
-    """What makes the agent of each episode: with tools a `ToolAgent`, else a `ModelAgent`.
+    """What makes the agent of each episode.
 
     Args:
         tokenizer: Has a chat template.
         config: The agents' settings.
         tools: What they may call.
-        form: How they write calls.
+        kind: Which agent; "auto" is a `ToolAgent` with tools, else a `ModelAgent`.
+        form: How they write calls; "auto" is as the chat template shows them.
 
     Raises:
-        ConfigError: A tool can't be called in this form.
+        ConfigError: A tool can't be called in this form, or there are none for such an agent.
         ModelError: The tokenizer's chat template can't be used.
     """
-    # Settings may be of a class derived from ToolConfig; the agents are given just theirs.
-    plain = ToolConfig(**{field.name: getattr(config, field.name) for field in fields(ToolConfig)})
-    if not tools:
-        return ModelAgent.factory(tokenizer, plain)
-    made = [_TOOLS[name]() for name in tools]
-    parser = make_parser(form, [tool.schema for tool in made])
-    return ToolAgent.factory(tokenizer, plain, tools=made, parser=parser)
+    if kind == "auto":
+        kind = "tool" if tools else "model"
+    if kind == "format":
+        return FormatAgent.factory(tokenizer, _only(FormatConfig, config))
+    if kind == "model":
+        return ModelAgent.factory(tokenizer, _only(ConversationConfig, config))
+    plain = _only(ToolConfig, config)
+    if kind == "react":
+        return ReActAgent.factory(tokenizer, plain, tools=tools)
+    parser = None if form == "auto" else form
+    return ToolAgent.factory(tokenizer, plain, tools=tools, parser=parser)
+
+
+C = TypeVar("C", bound=ConversationConfig)
+
+
+def _only(kind: type[C], config: ConversationConfig) -> C:
+    """The settings of one kind of agent, out of those of all."""
+    return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})

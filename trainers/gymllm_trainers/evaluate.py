@@ -44,9 +44,11 @@ from gymllm_trainers.players import (
     build_team,
     scripted_engine,
     scripted_player,
+    tools_named,
 )
 from gymllm_trainers.report import format_seconds
 from gymllm_trainers.run_folder import LineFile, RunFolder, write_atomically
+from gymllm_trainers.toolbox import Toolbox, open_tools
 from gymllm_trainers.train import TINY, policy_decoder, warm_start_folder
 
 SCRIPTED = "scripted"
@@ -323,11 +325,12 @@ async def play(
 ) -> EvaluationResult:
     """Plays the episodes; owns, and closes, the environments and the engine."""
     env, timeline = evaluation.env, Timeline()
-    async with open_pool(env, evaluation.concurrency) as pool:
+    named = tools_named(evaluation.agent, evaluation.players)
+    async with open_pool(env, evaluation.concurrency) as pool, open_tools(named) as toolbox:
         engine, tokenizer = _engine(evaluation, timeline)
         others: list[Engine] = []
         try:
-            team = _team(evaluation, tokenizer, timeline, others)
+            team = _team(evaluation, tokenizer, toolbox, timeline, others)
             return await evaluate(
                 pool=pool,
                 team=team,
@@ -361,7 +364,11 @@ def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokeniz
 
 
 def _team(
-    evaluation: Evaluation, tokenizer: Tokenizer, timeline: Timeline, others: list[Engine]
+    evaluation: Evaluation,
+    tokenizer: Tokenizer,
+    toolbox: Toolbox,
+    timeline: Timeline,
+    others: list[Engine],
 ) -> Team:
     """Who plays; engines that are made for it are added to `others`."""
     players = evaluation.players or {ANYONE: PlayerSettings()}
@@ -385,7 +392,7 @@ def _team(
             return made[settings]
         return None  # a model that no run trained is as it was
 
-    return build_team(tokenizer, evaluation.agent, players, engine_of=engine_of)
+    return build_team(tokenizer, evaluation.agent, players, toolbox=toolbox, engine_of=engine_of)
 
 
 def _scripted(evaluation: Evaluation, tokenizer: Tokenizer, skill: float) -> Engine:

@@ -13,22 +13,42 @@ from gymllm.engine import Engine
 from gymllm.engines.scripted import ScriptedEngine
 from gymllm.errors import ConfigError, UnknownNameError
 from gymllm.team import ANYONE, Player, Team
-from gymllm_agents import Tokenizer, ToolConfig
+from gymllm_agents import Tokenizer
 from gymllm_envs.scripted import SCRIPTED_PLAYERS, ScriptedPlayer
-from gymllm_trainers.build import ToolForm, ToolName, build_agents
+from gymllm_trainers.build import AgentConfig, AgentKind, ToolForm, build_agents
+from gymllm_trainers.toolbox import TOOL_NAMES, Toolbox, check_tool_name
 
 EngineName = Literal["policy", "frozen", "scripted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentSettings(ToolConfig):
+class AgentSettings(AgentConfig):
     """The agent: what the policy is told, how it answers, what it may call."""
 
-    tools: tuple[ToolName, ...] = ()
-    """What it may call inside a turn; none makes a plain conversation."""
-    tool_form: ToolForm = "hermes"
-    """How it writes a call. hermes: <tool_call>{"name": "calculator", "arguments": {...}}</tool_call>;
-    plain: calculator(12 * 7) on a line of its own, for tools with one argument."""
+    kind: AgentKind = "auto"
+    """auto: a tool agent with tools, else a model agent. model: its whole answer is the action; tool: its
+    first answer without a call; react: the same in lines of text (Thought, Action, Final Answer); format:
+    what is in a tag, or what a pattern finds."""
+    tools: tuple[str, ...] = ()
+    """What it may call inside a turn: calculator; search:FOLDER, passages of the text files there;
+    mcp:COMMAND or mcp:URL, the tools of an MCP server."""
+    tool_form: ToolForm = "auto"
+    """How it writes a call: as the chat template shows it, or in a family's form; plain is
+    calculator(12 * 7) on a line of its own, for tools with one argument."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.tools:
+            check_tool_name(name)
+        if self.tools and self.kind in ("model", "format"):
+            raise ConfigError(
+                f"agent.kind {self.kind} calls no tools, but agent.tools is {', '.join(self.tools)}. Leave "
+                "one of them out."
+            )
+        if not self.tools and self.kind in ("tool", "react"):
+            raise ConfigError(
+                f"agent.kind {self.kind} needs agent.tools: {', '.join(TOOL_NAMES)}; got none."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +66,14 @@ class PlayerSettings:
     """Softmax temperature of sampling; of one that is trained, the learner needs agent.temperature."""
     max_new_tokens: int | None = None
     """Most tokens of one answer."""
-    tools: tuple[ToolName, ...] | None = None
+    tools: tuple[str, ...] | None = None
     """What it may call inside a turn."""
     skill: float = 1.0
     """How well a scripted player plays, from 0 to 1."""
 
     def __post_init__(self) -> None:
+        for name in self.tools or ():
+            check_tool_name(name)
         if self.trainable and self.engine != "policy":
             raise ConfigError(
                 f"a player of engine {self.engine} can't be trainable: its tokens are not the policy's."
@@ -95,6 +117,7 @@ def build_team(
     agent: AgentSettings,
     players: Mapping[str, PlayerSettings],
     *,
+    toolbox: Toolbox | None = None,
     engine_of: Callable[[PlayerSettings], Engine | None] = lambda settings: None,
 ) -> Team:
     """A team of the players; without any, one agent without a name.
@@ -103,6 +126,7 @@ def build_team(
         tokenizer: Has a chat template.
         agent: What all have in common.
         players: By the environment's name of their agent.
+        toolbox: The tools that they name, if they do.
         engine_of: Gives a player's engine; None is the run's own.
 
     Raises:
@@ -117,9 +141,16 @@ def build_team(
             if (value := getattr(settings, field)) is not None
         }
         own = dataclasses.replace(agent, **changes)
-        factory = build_agents(tokenizer, own, own.tools, form=own.tool_form)
+        tools = [tool for tool_name in own.tools for tool in (toolbox or {})[tool_name]]
+        factory = build_agents(tokenizer, own, tools, kind=own.kind, form=own.tool_form)
         team[name] = Player(factory, engine=engine_of(settings), trainable=settings.trained)
     return team
+
+
+def tools_named(agent: AgentSettings, players: Mapping[str, PlayerSettings]) -> list[str]:
+    """Every tool that somebody may call."""
+    named = [*agent.tools, *(name for one in players.values() for name in one.tools or ())]
+    return list(dict.fromkeys(named))
 
 
 def scripted_player(env_id: str) -> ScriptedPlayer:

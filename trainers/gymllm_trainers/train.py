@@ -53,11 +53,13 @@ from gymllm_trainers.players import (
     check_players,
     scripted_engine,
     scripted_player,
+    tools_named,
 )
 from gymllm_trainers.report import print_report
 from gymllm_trainers.run_files import RunFiles
 from gymllm_trainers.run_folder import RunFolder, warn
 from gymllm_trainers.statistics import StepStatistics
+from gymllm_trainers.toolbox import Toolbox, open_tools
 from gymllm_trainers.warm_start import cache_folder, random_start, warm_start
 
 T = TypeVar("T")
@@ -151,10 +153,13 @@ async def _main(session: _Session) -> bool:
 async def _set_up_and_train(session: _Session) -> None:
     config, display = session.config, session.display
     clock = session.timeline.clock("learner")
-    async with open_pool(config.env, config.rollout.concurrency) as pool:
+    async with (
+        open_pool(config.env, config.rollout.concurrency) as pool,
+        open_tools(tools_named(config.agent, config.players)) as toolbox,
+    ):
         clock.enter("model")
         started = time.monotonic()
-        model = await _model(config, pool, display.phase)
+        model = await _model(config, pool, toolbox, display.phase)
         session.files.notes.append(f"model ready after {time.monotonic() - started:.1f} s")
         clock.enter("compile")
         display.phase("compiling")
@@ -165,6 +170,7 @@ async def _set_up_and_train(session: _Session) -> None:
                 model.tokenizer,
                 config.agent,
                 config.players,
+                toolbox=toolbox,
                 engine_of=lambda settings: _other_engine(session, model, others, settings),
             )
             await _train(session, pool, model.tokenizer, team, learner, engine)
@@ -283,7 +289,7 @@ async def _train(
 
 
 async def _model(
-    config: TrainConfig, pool: EnvPool, progress: Callable[[str], None]
+    config: TrainConfig, pool: EnvPool, toolbox: Toolbox, progress: Callable[[str], None]
 ) -> LoadedModel:
     """The model that training starts from: loaded, or for "tiny" warm-started or random."""
     dtype = config.model.dtype
@@ -314,7 +320,9 @@ async def _model(
             settings,
             pool=pool,
             player=player,
-            agents=lambda tokenizer: build_team(tokenizer, config.agent, config.players),
+            agents=lambda tokenizer: build_team(
+                tokenizer, config.agent, config.players, toolbox=toolbox
+            ),
             limits=config.rollout.limits,
             context_length=config.engine.context_length,
             row_tokens=2 * config.engine.context_length,

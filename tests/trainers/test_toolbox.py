@@ -1,0 +1,132 @@
+"""Tools and kinds of agents, as a run's settings name them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from gymllm.agent import EpisodeContext
+from gymllm.engines import ScriptedEngine
+from gymllm.errors import ConfigError, UnknownNameError
+from gymllm.timeline import Timeline
+from gymllm_agents import PARSERS, train_tokenizer
+from gymllm_trainers.build import ToolForm
+from gymllm_trainers.players import AgentSettings, PlayerSettings, build_team, tools_named
+from gymllm_trainers.toolbox import open_tools
+
+SERVER = """
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("numbers")
+
+@server.tool()
+def double(n: int) -> int:
+    "Doubles a number."
+    return 2 * n
+
+server.run()
+"""
+
+
+def test_every_form_of_calls_can_be_set() -> None:
+    assert set(get_args(ToolForm)) == {"auto", *PARSERS}
+
+
+@pytest.mark.asyncio
+async def test_tools_are_made_once_and_used_by_an_agent(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    docs = tmp_path / "some docs"
+    docs.mkdir()
+    (docs / "door.txt").write_text("The red door leads to the garden.")
+    agent = AgentSettings(
+        tools=(
+            "calculator",
+            f"search:{docs}",
+            f"mcp:{sys.executable} '{tmp_path / 'server.py'}'",
+        ),
+        max_new_tokens=400,
+    )
+    tokenizer = train_tokenizer([], vocab_size=259)
+    call = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
+    calls = (
+        call.format("double", '{"n": 21}')
+        + call.format("search", '{"query": "red door"}')
+        + call.format("calculator", '{"expression": "1+1"}')
+    )
+    answers = iter([calls, "done"])
+    async with open_tools(tools_named(agent, {"b": PlayerSettings(tools=agent.tools)})) as toolbox:
+        assert list(toolbox) == list(agent.tools)
+        team = build_team(tokenizer, agent, {}, toolbox=toolbox)
+        engine = ScriptedEngine(lambda prompt, rng: next(answers), tokenizer, context_length=9999)
+        context = EpisodeContext(engine=engine, seed=0, name="e", timeline=Timeline())
+        player = team[""].make_agent(context)
+        action = await player.act("Which door?")
+    assert (action.text, action.tool_calls, action.tool_errors) == ("done", 3, 0)
+    told = [m.content for m in player.messages() if m.role == "tool"]
+    assert told[0] == "42"
+    assert "leads to the garden" in told[1]
+    assert told[2] == "2"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "answers", "action"),
+    [
+        ("model", {}, ["<action>up</action>"], "<action>up</action>"),
+        ("format", {}, ["so <action>up</action>"], "up"),
+        ("format", {"pattern": r"go (\w+)"}, ["go up"], "up"),
+        (
+            "react",
+            {"tools": ("calculator",)},
+            ["Action: calculator\nAction Input: 6*7", "Final Answer: 42"],
+            "42",
+        ),
+        ("auto", {"tools": ("calculator",), "tool_form": "plain"}, ["calculator(6*7)", "42"], "42"),
+        ("tool", {"tools": ("calculator",), "tool_form": "json"}, ["42"], "42"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_each_kind_of_agent_plays(kind, settings, answers, action) -> None:
+    agent = AgentSettings(kind=kind, max_new_tokens=400, **settings)
+    tokenizer = train_tokenizer([], vocab_size=259)
+    left = iter(answers)
+    async with open_tools(agent.tools) as toolbox:
+        team = build_team(tokenizer, agent, {}, toolbox=toolbox)
+        engine = ScriptedEngine(lambda prompt, rng: next(left), tokenizer, context_length=9999)
+        context = EpisodeContext(engine=engine, seed=0, name="e", timeline=Timeline())
+        assert (await team[""].make_agent(context).act("a")).text == action
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tools": ("calculater",)}, r"Unknown tool 'calculater'\. Did you mean calculator"),
+        ({"tools": ("search",)}, r"'search' needs a folder of text files behind a colon"),
+        ({"tools": ("mcp: ",)}, r"'mcp' needs a command or a URL behind a colon"),
+        ({"tools": ("mcp:python 'x",)}, r"can't be read \(No closing quotation\)"),
+        ({"kind": "react"}, r"kind react needs agent\.tools: calculator, search:"),
+        ({"kind": "format", "tools": ("calculator",)}, r"kind format calls no tools"),
+        ({"tag": "a b"}, r"agent\.tag must be a name"),
+    ],
+)
+def test_settings_that_can_not_be_used_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AgentSettings(**settings)
+    if "tools" in settings and "kind" not in settings:
+        with pytest.raises(ConfigError, match=message):
+            PlayerSettings(tools=settings["tools"])
+
+
+@pytest.mark.asyncio
+async def test_tools_that_can_not_be_made_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        async with open_tools([f"search:{tmp_path / 'nowhere'}"]):
+            pass
+    with pytest.raises(ConfigError, match="did not start"):
+        async with open_tools([f"mcp:{sys.executable} -c 'raise SystemExit(3)'"]):
+            pass
+    with pytest.raises(UnknownNameError):
+        async with open_tools(["hammer"]):
+            pass
