@@ -21,7 +21,7 @@ from gymllm.pool import EnvPool
 from gymllm.task import Task
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Trajectory
-from gymllm_agents import ConversationAgent, ConversationConfig, train_tokenizer
+from gymllm_agents import ConversationConfig, ModelAgent, train_tokenizer
 
 TOKENIZER = train_tokenizer([], vocab_size=259)
 TASK = Task(index=4, id="t4", seed=11, options={"goal": 3})
@@ -56,7 +56,7 @@ async def play(
             async with pool.lease() as env:
                 trajectory = await run_episode(
                     env=env,
-                    make_agent=make_agent or ConversationAgent.factory(TOKENIZER, config),  # type: ignore[arg-type] # tests' own agents
+                    make_agent=make_agent or ModelAgent.factory(TOKENIZER, config),  # type: ignore[arg-type] # tests' own agents
                     engine=engine or ScriptedEngine(lambda prompt, rng: "go", TOKENIZER),
                     task=TASK,
                     member=member,
