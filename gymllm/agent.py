@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gymllm.engine import Engine
 from gymllm.ledger import Segment
 from gymllm.message import Message
-from gymllm.spaces import TextOrMessage
 from gymllm.timeline import Timeline
 
 
@@ -48,8 +47,12 @@ class Action:
 class Agent(Protocol):
     """Plays one episode."""
 
-    async def act(self, observation: TextOrMessage) -> Action:
-        """Appends the observation to the conversation and returns the policy's action."""
+    async def act(self, observation: Any) -> Action:
+        """Appends the observation to the conversation and returns the policy's action.
+
+        Args:
+            observation: A text; or a `gymllm.spaces.ChatMessage`, from environments that show images.
+        """
         ...
 
     def segments(self) -> tuple[Segment, ...]:

@@ -27,6 +27,7 @@ from gymllm.errors import (
     UnknownNameError,
 )
 from gymllm.limit import Limit
+from gymllm.spaces import TextOrMessage, text_of
 from gymllm.task import Task, derive_seed
 from gymllm.team import ANYONE, Player, Team, finite_reward
 from gymllm.timeline import Timeline
@@ -37,7 +38,7 @@ class StepResultLike(Protocol):
     """What a step of a leased environment answers."""
 
     @property
-    def observation(self) -> str: ...
+    def observation(self) -> TextOrMessage: ...
     @property
     def reward(self) -> float: ...
     @property
@@ -53,7 +54,7 @@ class EnvSession(Protocol):
 
     async def reset(
         self, *, seed: int, options: Mapping[str, object] | None = None
-    ) -> tuple[str, Mapping[str, object]]: ...
+    ) -> tuple[TextOrMessage, Mapping[str, object]]: ...
 
     async def step(self, action: str) -> StepResultLike: ...
 
@@ -175,7 +176,7 @@ async def _play(episode: _Episode) -> None:
         rewards = info.get("agent_rewards")
         turns.append(
             Turn(
-                observation=observation,
+                observation=(observation if isinstance(observation, str) else text_of(observation)),
                 action=action.text,
                 reward=result.reward if rewards is None else 0.0,
                 prompt_tokens=action.prompt_tokens,

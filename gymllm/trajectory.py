@@ -26,7 +26,7 @@ class Turn(NamedTuple):
     """
 
     observation: str
-    """What the agent was shown before it acted."""
+    """What the agent was shown before it acted; of a message with images, its text."""
     action: str
     """What the environment was given."""
     reward: float

@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 from PIL import Image as pillow
 
-from gymllm import SamplingParams
+import gymllm
+from gymllm import EnvPool, SamplingParams, SeededTasks, spaces
 from gymllm.agent import EpisodeContext
 from gymllm.engine import GenerateRequest
 from gymllm.engines import OpenAIEngine
+from gymllm.episode import EpisodeLimits
 from gymllm.errors import ClosedError, ConfigError, EngineError, LedgerError, ModelError
+from gymllm.evaluation import evaluate
 from gymllm.spaces import message
 from gymllm.timeline import Timeline
+from gymllm.transcripts import from_json, to_json
 from gymllm_agents import ConversationConfig, ModelAgent, ToolAgent, ToolConfig, calculator
 
 
@@ -223,3 +227,48 @@ async def test_nothing_can_be_trained_on_it(scripted) -> None:
 def test_bad_settings_are_refused(settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
         OpenAIEngine("m", **settings)
+
+
+class Pictures(gymllm.Env):
+    """Two turns of a picture; the right word is rewarded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Message(images=True, roles=("user",))
+
+    async def areset(self, *, seed=None, options=None):
+        self.turns = 0
+        return self._shown(), {}
+
+    async def astep(self, action):
+        self.turns += 1
+        return self._shown(), float(action == "red"), self.turns == 2, False, {}
+
+    def _shown(self):
+        return message("user", f"Turn {self.turns}. Which colour?", np.full((2, 2, 3), 7, np.uint8))
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_sees_is_evaluated_on_an_environment_that_shows(serve, tmp_path) -> None:
+    server = serve(*[completion("red"), completion("blue")] * 3)
+    async with OpenAIEngine("m", url=server.url) as engine, EnvPool(Pictures, 1) as pool:
+        result = await evaluate(
+            pool=pool,
+            make_agent=ModelAgent.factory(None),
+            engine=engine,
+            tasks=SeededTasks(run_seed=0),
+            episodes=3,
+            concurrency=1,
+            run_seed=0,
+            limits=EpisodeLimits(),
+            timeline=Timeline(),
+        )
+    assert [t.reward for t in result.trajectories] == [1.0, 1.0, 1.0]
+    first = result.trajectories[0]
+    assert [turn.observation for turn in first.turns] == [
+        "Turn 0. Which colour?",
+        "Turn 1. Which colour?",
+    ]
+    (back,) = [from_json(to_json(first))]
+    assert (back.messages[0].parts[1] == np.full((2, 2, 3), 7)).all()
+    assert len(server.asked[1]["messages"][2]["content"]) == 2
