@@ -266,6 +266,21 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
+def running_task() -> object:
+    """The task that runs in this thread, asyncio's or trio's; None where none does."""
+    loop = running_loop()
+    if loop is not None:
+        return asyncio.current_task(loop)
+    if "trio" not in sys.modules:
+        return None
+    import trio  # optional; it runs here, or says that it does not
+
+    try:
+        return trio.lowlevel.current_task()
+    except RuntimeError:
+        return None
+
+
 class Reply(Generic[T]):
     """One value, or one exception, that a callback hands to one task of the same loop."""
 

@@ -426,6 +426,10 @@ class EnvPool(VectorFace):
         keeper.cancel_scope.cancel()
         try:
             return await keeper.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as errors:
+            if errors.exceptions != (error,):
+                raise
+            return False  # as it was raised: that there is a task group in here is our business
         finally:
             await self.aclose()
 

@@ -22,7 +22,7 @@ from gymnasium.spaces import utils as space_utils
 from gymnasium.vector import utils as vector_utils
 from gymnasium.wrappers import utils as wrapper_utils
 
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, ConfigTypeError
 
 LONGEST_SAMPLE = 32
 LARGEST_SAMPLE_IMAGE = 8
@@ -74,9 +74,7 @@ class Unicode(spaces.Space[str]):
     def __init__(
         self, max_length: int = 1_000_000, *, seed: int | np.random.Generator | None = None
     ) -> None:
-        if max_length < 0:
-            raise ConfigError(f"max_length must be >= 0, got {max_length}.")
-        self.max_length = max_length
+        self.max_length = _checked_length(max_length)
         super().__init__(dtype=str, seed=seed)
 
     @property
@@ -130,11 +128,10 @@ class Message(spaces.Space[ChatMessage]):
         Raises:
             ConfigError: `max_length` is negative, or there are no roles.
         """
-        if max_length < 0:
-            raise ConfigError(f"max_length must be >= 0, got {max_length}.")
+        self.max_length = _checked_length(max_length)
         if isinstance(roles, str) or not roles:
             raise ConfigError(f'roles must be names such as ("user", "tool"), got {roles!r}.')
-        self.max_length, self.images, self.roles = max_length, images, tuple(roles)
+        self.images, self.roles = images, tuple(roles)
         super().__init__(seed=seed)
 
     @property
@@ -210,6 +207,14 @@ class Message(spaces.Space[ChatMessage]):
 
     def __repr__(self) -> str:
         return f"Message(max_length={self.max_length}, images={self.images}, roles={self.roles})"
+
+
+def _checked_length(max_length: object) -> int:
+    if isinstance(max_length, bool) or not isinstance(max_length, int | np.integer):
+        raise ConfigTypeError(f"max_length must be a whole number >= 0, got {max_length!r}.")
+    if max_length < 0:
+        raise ConfigError(f"max_length must be >= 0, got {max_length}.")
+    return int(cast("int", max_length))
 
 
 def message(role: str, *parts: str | Image) -> ChatMessage:

@@ -34,6 +34,8 @@ class _VectorState:
     observations: list[Any]
     ended: npt.NDArray[np.bool]
     """Which have no episode to step: never reset, ended or broken."""
+    was_reset: bool = False
+    """Whether a reset was asked for, ever: the first one never comes by itself."""
 
 
 class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
@@ -79,6 +81,7 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         seeds = _seeds(seed, self.num_envs)
         state = self._vector_state()
         state.ended |= mask  # stays so if this is interrupted
+        state.was_reset = True
         answers = self._home.run(
             self._gather(
                 {
@@ -119,7 +122,8 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         for slot, action in zip(self._slots, actions, strict=True):
             if type(action) is not str:
                 slot.check_action(action)
-        if state.ended.any() and self.autoreset_mode is not AutoresetMode.NEXT_STEP:
+        resets_itself = state.was_reset and self.autoreset_mode is AutoresetMode.NEXT_STEP
+        if state.ended.any() and not resets_itself:
             raise ResetNeeded(
                 f"environments {state.ended.nonzero()[0].tolist()} have no episode to step; reset "
                 'them, e.g. with options={"reset_mask": terminated | truncated}.'
@@ -170,8 +174,7 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
             AttributeError: There is no such attribute.
             EnvBatchError: Some broke.
         """
-        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
-            raise ConfigTypeError(f"an attribute's name must be a str, got {name!r}.")
+        _check_name(name)
         calls = {i: (slot, CALL, (name, *args)) for i, slot in enumerate(self._slots)}
         answers = self._call_each(calls, kwargs)
         if any(isinstance(answer, NoAttribute) for answer in answers):
@@ -190,9 +193,10 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
             values: A list or tuple with one value for each environment, or one value for all.
 
         Raises:
-            ConfigError: There are not as many values as environments.
+            ConfigError: There are not as many values as environments, or the name is no text.
             EnvBatchError: Some broke.
         """
+        _check_name(name)
         if isinstance(values, list | tuple):
             each = list(cast("Sequence[Any]", values))
         else:
@@ -356,6 +360,11 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
                 )
             return cast("Sequence[Any]", actions)
         return list(iterate(self.action_space, actions))
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise ConfigTypeError(f"an attribute's name must be a str, got {name!r}.")
 
 
 def _mask(mask: object, count: int) -> npt.NDArray[np.bool]:

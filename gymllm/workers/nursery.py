@@ -71,9 +71,12 @@ class Nursery:
                     os.read(self._woken, 4096)
                     self._reap()
                     continue
-                message, descriptors, _, _ = socket.recv_fds(
-                    self._control, MESSAGE.size, MOST_DESCRIPTORS + 1
-                )
+                try:
+                    message, descriptors, _, _ = socket.recv_fds(
+                        self._control, MESSAGE.size, MOST_DESCRIPTORS + 1
+                    )
+                except ConnectionResetError:  # the pool's process died with messages unread
+                    message, descriptors = b"", []
                 operation, number, value = MESSAGE.unpack(message) if message else (QUIT, 0, 0)
                 if operation == QUIT:
                     self._end()
@@ -183,6 +186,8 @@ def _import_what_makes_environments(pickled: bytes) -> None:
     with suppress(BaseException):
         made = pickle.loads(pickled)
         entry_point_of = importlib.import_module("gymllm.registration").entry_point_of
+        if hasattr(made, "register"):
+            made.register()
         entry_point_of(getattr(made, "make_env", made))
 
 

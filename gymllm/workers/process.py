@@ -312,6 +312,7 @@ class Channel:
         self._error: Exception | None = None
         self._waiter: Reply[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that reads, where it is asyncio's
+        self._waits = False  # in `_until`
         self.is_down = False
 
     async def ask(self, encoded: list[memoryview]) -> object:
@@ -330,8 +331,9 @@ class Channel:
             if self.is_down:
                 raise EOFError
             if loop is None:
-                await anyio.wait_readable(self._socket)
-                self._on_readable()
+                await self._until(anyio.wait_readable)
+                if not self.is_down:
+                    self._on_readable()
                 continue
             if self._loop is None:
                 self._loop = loop
@@ -355,6 +357,8 @@ class Channel:
         if loop is not None and not loop.is_closed():
             loop.remove_reader(self._socket.fileno())
         self.is_down = True
+        if self._waits:  # nothing else ends that wait, and another socket may get its number
+            anyio.notify_closing(self._socket)
         self._wake()
 
     def close(self) -> None:
@@ -373,9 +377,20 @@ class Channel:
                 try:
                     parts = send(self._socket, parts)
                 except BlockingIOError:
-                    await anyio.wait_writable(self._socket)
+                    await self._until(anyio.wait_writable)
+                    if self.is_down:
+                        return
         except OSError:
             self.hang_up()
+
+    async def _until(self, ready: Callable[[socket.socket], Awaitable[None]]) -> None:
+        """Waits for the socket, no longer than until `hang_up`."""
+        self._waits = True
+        try:
+            with contextlib.suppress(anyio.ClosedResourceError):
+                await ready(self._socket)
+        finally:
+            self._waits = False
 
     def _on_readable(self) -> None:
         try:

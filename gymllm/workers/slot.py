@@ -17,7 +17,7 @@ import anyio
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from gymllm.bridge import Finished, running_loop
+from gymllm.bridge import Finished, running_loop, running_task
 from gymllm.errors import (
     ClosedError,
     ConfigError,
@@ -316,6 +316,7 @@ class Slot:
         loop = running_loop() if outer is None else outer.loop
         task = asyncio.current_task(loop) if loop is not None else None
         cancellations = task.cancelling() if task is not None else 0
+        ours = task if task is not None else running_task()
         with Limit(limit_s) if outer is None else outer.within(limit_s) as limit:
             self._limit = limit
             try:
@@ -323,7 +324,7 @@ class Slot:
             except KeyboardInterrupt:
                 raise
             except GeneratorExit as error:
-                if task is None or asyncio.current_task(loop) is not task:
+                if ours is None or running_task() is not ours:
                     raise  # we are thrown away
                 problem = error  # the environment raised it
             except Exception as error:

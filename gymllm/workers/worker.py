@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, cast
 
 import gymnasium
 from gymnasium import spaces
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from gymllm.bridge import Finished
 from gymllm.errors import EnvTypeError
@@ -26,8 +27,15 @@ class MakeRegistered:
     """Registered first, where nothing is by its id."""
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
-        gymnasium.registry.setdefault(self.spec.id, self.spec)
+        self.register()
         return self.make_env()
+
+    def register(self) -> None:
+        """Registers the id, by its own module where that does it as it is imported."""
+        if self.spec.id not in gymnasium.registry and isinstance(self.spec.entry_point, str):
+            with suppress(Exception):  # said where the environment is made
+                load_env_creator(self.spec.entry_point)
+        gymnasium.registry.setdefault(self.spec.id, self.spec)
 
 
 MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
@@ -161,7 +169,8 @@ class Worker(Protocol):
         Returns:
             The answer where nothing had to be waited for, else what to await for it. Cancellation
             reaches the environment's own code, and the call ends soon afterwards whether that reacts
-            or not (unless it blocks the pool's own loop, which only an inline worker lets it do).
+            or not (unless it blocks the pool's own loop, or swallows each cancellation for ever, which
+            only an inline worker lets it do).
         """
         ...
 

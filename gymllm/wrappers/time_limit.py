@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, SupportsFloat, TypeVar
 
 import gymnasium
 from gymnasium.error import ResetNeeded
 from gymnasium.utils import RecordConstructorArgs
 
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, ConfigTypeError
 from gymllm.spaces import TextOrMessage, text_of
 
 Obs = TypeVar("Obs", bound=TextOrMessage)
@@ -51,7 +52,7 @@ class TimeLimit(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorArgs):
             clock: Seconds that only grow; `time.monotonic` by default.
 
         Raises:
-            ConfigError: No limit, one that is not positive, or tokens without a way to count them.
+            ConfigError: No limit, one that is no positive number, or tokens without a way to count them.
         """
         RecordConstructorArgs.__init__(
             self,
@@ -66,6 +67,10 @@ class TimeLimit(gymnasium.Wrapper[Obs, Act, Obs, Act], RecordConstructorArgs):
         if all(limit is None for limit in limits.values()):
             raise ConfigError(f"TimeLimit needs at least one of {', '.join(limits)}.")
         for name, limit in limits.items():
+            known = Real if name == "wall_clock_s" else Integral
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, known)):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
+                what = "seconds" if name == "wall_clock_s" else "a whole number"
+                raise ConfigTypeError(f"{name} must be {what} > 0 or None, got {limit!r}.")
             if limit is not None and not limit > 0:
                 raise ConfigError(f"{name} must be > 0 or None, got {limit}.")
         if (max_tokens is None) != (count_tokens is None):

@@ -713,6 +713,41 @@ def test_next_step_autoreset() -> None:
     pool.close()
 
 
+def test_the_first_reset_never_comes_by_itself() -> None:
+    pool = vector_pool(AutoresetMode.NEXT_STEP)
+    with pytest.raises(ResetNeeded, match=r"\[0, 1, 2\]"):
+        pool.step(("x", "x", "x"))
+    assert pool.stats.resets == 0
+    pool.close()
+
+
+def test_a_name_that_is_no_text_reaches_no_environment() -> None:
+    pool = vector_pool()
+    pool.reset(seed=0)
+    with pytest.raises(ConfigTypeError, match="name must be a str, got 5"):
+        pool.set_attr(5, 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigTypeError, match="name must be a str, got 5"):
+        pool.call(5)  # type: ignore[arg-type]
+    assert pool.stats.crashes == 0
+    pool.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [KeyError("mine"), ExceptionGroup("mine", [KeyError("one")])])
+async def test_what_is_raised_in_a_pools_block_comes_out_as_it_is(error: Exception) -> None:
+    pool = gymllm.EnvPool(LAKE, 1, spares=1)
+
+    async def play() -> None:
+        async with pool, pool.lease() as env:
+            await env.reset(seed=0)
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        await play()
+    assert raised.value is error
+    assert pool.closed
+
+
 def test_same_step_autoreset_keeps_the_final_observation() -> None:
     pool = vector_pool(AutoresetMode.SAME_STEP)
     pool.reset(seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -594,3 +595,91 @@ def test_an_id_that_this_program_registered_is_known_in_its_processes() -> None:
         pool.close()
     finally:
         del gymnasium.registry["here/Walk-v0"]
+
+
+OWN_MODULE = """
+import os, gymnasium, gymllm
+PID = os.getpid()
+class Own(gymllm.Env):
+    async def areset(self, *, seed=None, options=None):
+        return "", {"imported_in": PID, "parent": os.getppid()}
+    async def astep(self, action):
+        raise RuntimeError("broken")
+gymnasium.register("own/Own-v0", "gymllm_own_module:Own")
+"""
+
+
+@pytest.mark.anyio
+async def test_a_module_that_registers_itself_is_imported_once_for_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gymllm_own_module.py").write_text(OWN_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("gymllm_own_module")
+    try:
+        pool = gymllm.EnvPool("own/Own-v0", 1, worker="process")
+        async with pool, pool.lease() as env:
+            _, info = await env.reset()
+            assert info["imported_in"] == info["parent"]  # where all processes are forked
+            with pytest.raises(EnvCrashedError) as raised:
+                await env.step("")
+        # Registered twice, it would say so in the log of each process.
+        assert "Overriding" not in str(raised.value)
+    finally:
+        del gymnasium.registry["own/Own-v0"], sys.modules["gymllm_own_module"]
+
+
+class Deaf(gymllm.Env):
+    """Waits for ever, and "deaf" hears no cancellation."""
+
+    async def areset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
+        return "", {}
+
+    async def astep(self, action: str) -> Any:
+        while True:
+            try:
+                await anyio.sleep(60)
+            except BaseException:
+                if action != "deaf":
+                    raise
+
+
+@pytest.mark.anyio
+async def test_those_who_share_a_process_that_is_killed_hear_of_it_at_once() -> None:
+    heard = list[str]()
+    pool = gymllm.EnvPool(Deaf, 2, worker="process", envs_per_process=2)
+
+    async def wait(env: LeasedEnv) -> None:
+        with pytest.raises(EnvCrashedError):
+            await env.step("wait")
+        heard.append("killed")
+
+    with anyio.fail_after(10):
+        async with pool, pool.lease() as env, pool.lease() as other:
+            await env.reset()
+            await other.reset()
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait, other)
+                await anyio.wait_all_tasks_blocked()
+                with anyio.move_on_after(0.05):
+                    await env.step("deaf")
+    assert heard == ["killed"]
+    assert pool.stats.close_failures == 0
+
+
+class ThrowsItselfAway(Deaf):
+    """Raises what is thrown into coroutines that nobody wants."""
+
+    async def astep(self, action: str) -> Any:
+        await anyio.lowlevel.checkpoint()
+        raise GeneratorExit
+
+
+@pytest.mark.anyio
+async def test_an_environment_that_raises_generator_exit_has_broken() -> None:
+    async with gymllm.EnvPool(ThrowsItselfAway, 1) as pool, pool.lease() as env:
+        await env.reset()
+        with pytest.raises(EnvCrashedError, match="raised GeneratorExit"):
+            await env.step("")

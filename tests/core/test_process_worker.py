@@ -568,3 +568,30 @@ async def test_foreign_environments_run_there_too(per_process: int) -> None:
         np.testing.assert_array_equal(result.observation, expected[0])
         assert result.reward == expected[1]
     await pool.aclose()
+
+
+DEAD_WITH_MESSAGES_UNREAD = """
+import os, signal, time, anyio, gymllm
+class Mine(gymllm.Env):
+    async def areset(self, *, seed=None, options=None):
+        return "", {"pid": os.getpid()}
+    async def astep(self, action):
+        return "", 0.0, False, False, {}
+async def main():
+    pool = gymllm.EnvPool(Mine, 2, worker="process")
+    async with pool.lease() as env, pool.lease() as other:
+        _, info = await env.reset()
+        await other.reset()
+        os.kill(info["pid"], signal.SIGKILL)
+        time.sleep(0.2)  # the nursery says so, and this loop does not read it
+        os.kill(os.getpid(), signal.SIGKILL)
+anyio.run(main)
+"""
+
+
+async def test_a_nursery_ends_in_silence_where_its_messages_were_not_read() -> None:
+    command = [sys.executable, "-c", DEAD_WITH_MESSAGES_UNREAD]
+    with anyio.fail_after(20):  # to the end of stderr, which the nursery holds too
+        done = await anyio.run_process(command, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr == b""

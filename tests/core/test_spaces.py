@@ -22,7 +22,7 @@ from gymnasium.vector.utils import (
     iterate,
 )
 
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, ConfigTypeError
 from gymllm.spaces import ChatMessage, Message, Unicode, is_text, message, text_of
 
 AnyVectorEnv = VectorEnv[Any, Any, Any]
@@ -49,6 +49,13 @@ def test_longer_than_max_length_is_not_contained() -> None:
 def test_negative_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="got -1"):
         Unicode(-1)
+
+
+@pytest.mark.parametrize("length", ["3", 1.5, True, None, float("nan")])
+@pytest.mark.parametrize("make", [Unicode, lambda length: Message(max_length=length)])
+def test_a_length_is_a_whole_number(make: Callable[[Any], object], length: object) -> None:
+    with pytest.raises(ConfigTypeError, match="max_length must be a whole number"):
+        make(length)
 
 
 def test_samples_lie_in_the_space_and_follow_the_seed() -> None:

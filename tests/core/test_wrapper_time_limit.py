@@ -125,6 +125,10 @@ def test_step_after_the_limit_raises() -> None:
     [
         ({}, "at least one"),
         ({"max_turns": 0}, "max_turns must be > 0 or None, got 0"),
+        ({"max_turns": "3"}, "max_turns must be a whole number > 0 or None, got '3'"),
+        ({"max_turns": 1.5}, "max_turns must be a whole number"),
+        ({"max_turns": True}, "max_turns must be a whole number"),
+        ({"wall_clock_s": "1"}, "wall_clock_s must be seconds > 0"),
         ({"wall_clock_s": -1.0}, "wall_clock_s must be > 0"),
         ({"wall_clock_s": float("nan")}, "wall_clock_s must be > 0"),
         ({"max_tokens": 5}, "count_tokens"),
