@@ -352,12 +352,10 @@ class EnvPool(VectorFace):
             ConfigError: A setting is wrong.
             Exception: Whatever `play` raised besides; it ends the stream.
         """
-        if playing is not None and not 1 <= playing <= self.num_envs:
-            raise ConfigError(
-                f"playing must be from 1 to num_envs = {self.num_envs}, got {playing}."
-            )
-        if retries < 0:
-            raise ConfigError(f"retries must be >= 0, got {retries}.")
+        bound = f" and <= num_envs = {self.num_envs}"
+        if playing is not None and _whole("playing", playing, 1, bound) > self.num_envs:
+            raise ConfigError(f"playing must be >= 1{bound}, got {playing}.")
+        _whole("retries", retries, 0)
         send, receive = anyio.create_memory_object_stream[Played[T]](self.num_envs)
         left = iter(tasks)
         turn = anyio.Semaphore(playing or self.num_envs)

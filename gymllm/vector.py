@@ -20,7 +20,14 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from gymllm.bridge import Finished, HomeLoop
-from gymllm.errors import ConfigError, ConfigTypeError, EnvBatchError, EnvError, UnsendableError
+from gymllm.errors import (
+    ClosedError,
+    ConfigError,
+    ConfigTypeError,
+    EnvBatchError,
+    EnvError,
+    UnsendableError,
+)
 from gymllm.vector_info import add_info
 from gymllm.workers import EnvFacts, Slot, StepResult
 from gymllm.workers.given import checked_options, checked_seed
@@ -296,7 +303,7 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
         for index in calls:
             await self._slots[index].wait_idle()  # of an interrupted call
         answers: dict[int, T | EnvError] = {}
-        refused: list[UnsendableError] = []
+        refused: list[UnsendableError | ClosedError] = []
         waiting: list[tuple[int, Coroutine[object, Any, T]]] = []
         for index, call in calls.items():
             begun = call()
@@ -310,7 +317,7 @@ class VectorFace(VectorEnv[Any, Any, npt.NDArray[Any]]):
                 answers[index] = await rest
             except EnvError as error:
                 answers[index] = error
-            except UnsendableError as error:
+            except (UnsendableError, ClosedError) as error:
                 refused.append(error)
 
         if waiting:

@@ -748,6 +748,19 @@ async def test_what_is_raised_in_a_pools_block_comes_out_as_it_is(error: Excepti
     assert pool.closed
 
 
+def test_a_step_whose_pool_is_closed_meanwhile_says_so() -> None:
+    log: list[str] = []
+    gate = threading.Event()
+    pool = gymllm.EnvPool(lambda: Faulty(log, gate), 2, worker="thread")
+    pool.reset(seed=0)
+    closer = threading.Timer(0.1, pool.close)
+    closer.start()
+    with pytest.raises(ClosedError, match="the pool was closed meanwhile"):
+        pool.step(("block", "block"))
+    gate.set()
+    closer.join()
+
+
 def test_same_step_autoreset_keeps_the_final_observation() -> None:
     pool = vector_pool(AutoresetMode.SAME_STEP)
     pool.reset(seed=0)

@@ -219,9 +219,11 @@ async def test_environments_beyond_those_playing_are_reset_ahead() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"playing": 0}, "playing must be from 1 to num_envs = 2, got 0"),
+        ({"playing": 0}, "playing must be >= 1 and <= num_envs = 2, got 0"),
         ({"playing": 3}, "got 3"),
         ({"retries": -1}, "retries must be >= 0, got -1"),
+        ({"playing": "2"}, "playing must be a whole number >= 1 and <= num_envs = 2, got '2'"),
+        ({"retries": 1.5}, "retries must be a whole number >= 0, got 1.5"),
     ],
 )
 async def test_wrong_settings_of_a_stream_are_refused(settings: Any, message: str) -> None:
