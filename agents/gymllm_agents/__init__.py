@@ -2,6 +2,7 @@
 
 tokenizer, chat_template        the model's own files
 chat_format, template_trials    what each turn adds, in ids; what a template does to earlier turns
+growing_text                    what a template rewrites is encoded from where it differs
 conversation, setting           the ledger at work; what all conversations of an agent have in common
 conversation_agent              the agent to subclass: override `answer`
 model_agent                     the whole answer is the action, or what is in a tag or a pattern

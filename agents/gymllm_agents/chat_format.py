@@ -19,6 +19,7 @@ from typing import Literal, cast, final
 from gymllm.errors import ModelError
 from gymllm.message import Message, ToolCall
 from gymllm_agents.chat_template import ToolSchema
+from gymllm_agents.growing_text import GrowingText
 from gymllm_agents.template_trials import Trials, Variable, mark_absent_from
 from gymllm_agents.tokenizer import Tokenizer
 
@@ -106,14 +107,19 @@ class ChatFormat:
         """
         return not self._keeps and self.trials.rewrites(role, thoughts=thoughts)
 
-    def whole_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of opening and `messages`, up to where the assistant's next turn starts."""
+    def whole_ids(
+        self, messages: Sequence[Message], *, encoder: GrowingText | None = None
+    ) -> list[int]:
+        """Ids of opening and `messages`, up to where the assistant's next turn starts.
+
+        An `encoder` of the conversation's own saves encoding what it has encoded before.
+        """
         fuse = mark_absent_from("fuse", messages)
         try:
             text = self._whole(messages, fuse)
         except ModelError:  # some templates check the ids, which a model has made up
             text = self._whole(_with_own_ids(messages), fuse)
-        return self.tokenizer.encode_rendered(text, fuse=fuse)
+        return (encoder or self.tokenizer).encode_rendered(text, fuse=fuse)
 
     def extension_ids(
         self, history: Sequence[Message], new: Sequence[Message], *, last_id: int | None = None
@@ -160,6 +166,33 @@ class ChatFormat:
         if closed and (ids[first] == last_id or ended):
             return ids[first + 1 :]
         return ids
+
+    def takes(self, reply: Message, *, before: str) -> bool:
+        """Whether the template shows an assistant turn with all its calls before a message of some role.
+
+        Some show one call a turn, some no text beside a thought and a call, some no call that nobody
+        answers.
+
+        Args:
+            reply: The turn.
+            before: The role of the message that follows: "tool", for the calls' results, or "user".
+        """
+        if not (reply.tool_calls and self.trials.shows_calls):
+            return True
+        following = [Message(role="user", content="next")]
+        if before == "tool":
+            following = [
+                Message(role="tool", content="result", tool_call_id=call.id, name=call.name)
+                for call in reply.tool_calls
+            ]
+        renamed = _with_own_ids([reply, *following])
+        fuse = mark_absent_from("fuse", renamed)
+        try:
+            self._suffix([], renamed[0], renamed[1:], fuse=fuse, local=True)
+            self._render([_QUESTION, *self._defused(renamed, fuse)], tools=())
+        except ModelError:
+            return False
+        return True
 
     def _report(self, on_rewrite: OnRewrite) -> None:
         what = self.trials.what_is_rewritten

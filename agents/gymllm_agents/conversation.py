@@ -18,6 +18,7 @@ from gymllm.ledger import Segment, TokenLedger
 from gymllm.message import Message, ToolCall
 from gymllm.task import derive_seed
 from gymllm_agents.chat_format import ChatFormat, OnRewrite
+from gymllm_agents.growing_text import GrowingText
 from gymllm_agents.parsers import ParsedReply, Said, ToolCallParser, UnreadableCall
 from gymllm_agents.template_trials import Variable
 
@@ -163,6 +164,8 @@ class Conversation:
         self.lists_tools = lists_tools
         self._chat, self._config, self._context, self._parser = chat, config, context, parser
         self._ledger = TokenLedger()
+        # Without it each turn that the template rewrites would encode all of the conversation.
+        self._rendered = GrowingText(chat.tokenizer) if chat.may_rewrite else None
         self._said: list[Message] = []
         """Everything, for reading."""
         self._messages: list[Message] = []
@@ -189,19 +192,23 @@ class Conversation:
                 "has. Use an engine that takes messages (openai), or an environment that describes "
                 "what it shows in text."
             )
-        said = new
+        shown = self._as_taken(before=new[0].role)
+        if shown is not self._messages and new[0].role == "tool":
+            # Of calls that are not shown as such no template shows results as such.
+            new = (Message(role="user", content="\n".join(message.content for message in new)),)
+        self._messages, said = shown, new
         starts = rewritten = self._replies > 0 and self._chat.rewrites(
             new[0].role, thoughts=self._thoughts
         )
         if self._replies == 0 or rewritten:
-            ids = self._chat.whole_ids([*self._messages, *new])
+            ids = self._whole_ids(new)
         else:
             ids = self._chat.extension_ids(self._messages, new, last_id=self._ledger.last_id)
         kept = 0 if rewritten else len(self._ledger)
         spent = Reply(text="")
         if self._is_too_long(kept + len(ids)) and (compacted := await self._compact(new)):
             spent, new = compacted
-            ids, kept, starts = self._chat.whole_ids([*self._messages, *new]), 0, True
+            ids, kept, starts = self._whole_ids(new), 0, True
         self._said.extend(said)
         room = self._context.engine.context_length - kept - len(ids)
         if room < 1:
@@ -229,6 +236,20 @@ class Conversation:
     def messages(self) -> tuple[Message, ...]:
         """Everything said so far, opening included."""
         return (*self._chat.opening, *self._said)
+
+    def _whole_ids(self, new: Sequence[Message]) -> list[int]:
+        return self._chat.whole_ids([*self._messages, *new], encoder=self._rendered)
+
+    def _as_taken(self, *, before: str) -> list[Message]:
+        """What the policy has in its context, before a message of some role.
+
+        Calls that the template refuses, or does not show all of, are shown as the text that they were
+        generated as.
+        """
+        if not self._messages or self._chat.takes(self._messages[-1], before=before):
+            return self._messages
+        *earlier, reply = self._messages
+        return [*earlier, Message(role=reply.role, content=reply.raw, raw=reply.raw)]
 
     def _is_too_long(self, prompt: int) -> bool:
         """Whether the context must be compacted before a prompt of so many tokens, and can be."""
@@ -260,14 +281,16 @@ class Conversation:
     async def _sum_up(self) -> Reply | None:
         """Has the policy write a summary, as the end of the current segment; None without room."""
         request = Message(role="user", content=SUMMARY_REQUEST)
+        before, self._messages = self._messages, self._as_taken(before="user")
         if self._chat.rewrites("user", thoughts=self._thoughts):
-            ids, kept = self._chat.whole_ids([*self._messages, request]), 0
+            ids, kept = self._whole_ids([request]), 0
         else:
             last_id = self._ledger.last_id
             ids = self._chat.extension_ids(self._messages, [request], last_id=last_id)
             kept = len(self._ledger)
         room = self._context.engine.context_length - kept - len(ids)
         if room < 1:
+            self._messages = before
             return None
         if not kept:
             self._ledger.start_segment()

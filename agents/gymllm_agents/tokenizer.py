@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import cast, final
@@ -171,6 +171,23 @@ class Tokenizer:
                 "pad_token": self.pad_token or "",
             },
         )
+
+    @cached_property
+    def cuts(self) -> Mapping[str, int]:
+        """Ids of the special tokens before which text is encoded the same whatever comes after."""
+        others = "\0".join(text[1:] for text in self._controls)
+        return {
+            text: index
+            for text, (index, token) in self._controls.items()
+            if token.special
+            and not (token.normalized or token.single_word or token.lstrip or token.rstrip)
+            and text not in others  # a token that holds another one is read instead of it
+        }
+
+    @cached_property
+    def every_cut(self) -> re.Pattern[str]:
+        """Matches any of `cuts`."""
+        return _any_of(self.cuts)
 
     def encode(self, text: str, *, allow_special: bool) -> list[int]:
         """Ids of `text`; nothing is put before or after it.
