@@ -185,11 +185,14 @@ class ChatFormat:
                 Message(role="tool", content="result", tool_call_id=call.id, name=call.name)
                 for call in reply.tool_calls
             ]
-        renamed = _with_own_ids([reply, *following])
-        fuse = mark_absent_from("fuse", renamed)
+        held = _with_own_ids([reply, *following])
+        # With a thought that is not shown, the turn is text, and may be too many of these in a row.
+        later = [Message(role="assistant", content="answer"), _QUESTION]
+        fuse = mark_absent_from("fuse", held)
         try:
-            self._suffix([], renamed[0], renamed[1:], fuse=fuse, local=True)
-            self._render([_QUESTION, *self._defused(renamed, fuse)], tools=())
+            self._suffix([], held[0], held[1:], fuse=fuse, local=True)
+            shown = self._defused(map(self._as_rendered, held), fuse)
+            self._render([_QUESTION, *shown, *later], tools=())
         except ModelError:
             return False
         return True

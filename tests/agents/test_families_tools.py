@@ -110,3 +110,57 @@ def test_families_without_a_list_of_tools_are_told_in_the_prompt(name, recording
     form = make_parser(OTHERS[name], [calculator().schema]).instructions([calculator().schema])
     assert form.strip() in prompt
     assert agent.messages()[-2] == Message(role="user", content="42")
+
+
+TWO_IN_LLAMA = (
+    '{"name": "calculator", "parameters": {"expression": "6*7"}}; '
+    '{"name": "calculator", "parameters": {"expression": "2*3"}}<|eot_id|>'
+)
+HARMONY_CALL = (
+    "<|start|>assistant<|channel|>commentary to=functions.calculator <|constrain|>json"
+    '<|message|>{"expression": "6*7"}'
+)
+TEKKEN_CALL = '[TOOL_CALLS]calculator[CALL_ID]abcdef123[ARGS]{"expression": "6*7"}</s>'
+
+
+@pytest.mark.parametrize("compaction", ["none", "drop", "summarise"])
+@pytest.mark.parametrize("on_rewrite", ["segment", "keep"])
+@pytest.mark.parametrize(
+    ("name", "calling", "results"),
+    [
+        ("llama3.1", TWO_IN_LLAMA, "42\n6"),  # its template refuses a second call
+        ("gpt-oss", HARMONY_CALL + "<|end|>" + HARMONY_CALL + "<|call|>", "42\n42"),  # hides it
+        (  # refuses text beside a thought and a call
+            "gpt-oss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+            f"<|message|>Let me see.<|end|>{HARMONY_CALL}<|call|>",
+            "42",
+        ),
+        # Two assistant turns in a row, once the call is text, because of a thought that is not shown.
+        ("mistral-small-3.2", f"<think>Hm.</think>{TEKKEN_CALL}", "42"),
+        ("mistral-small-3.2", TEKKEN_CALL, "42"),  # refuses calls that nobody answers
+    ],
+)
+@pytest.mark.asyncio
+async def test_calls_that_the_template_refuses_are_text(
+    name, calling, results, on_rewrite, compaction, recording, start
+) -> None:
+    tokenizer = load_family(name)
+    config = ToolConfig(
+        max_new_tokens=100, max_tool_calls=2, on_rewrite=on_rewrite, compaction=compaction
+    )
+    ids = tokenizer.encode(calling, allow_special=True)
+    ids = ids[: next(k for k, i in enumerate(ids) if i in tokenizer.stop_token_ids) + 1]
+    engine = recording(
+        answers=[ids] * 40, context_length=1_000_000 if compaction == "none" else 1100
+    )
+    agent = start(ToolAgent.factory(tokenizer, config, tools=[calculator()]), engine)
+    for turn in range(3):
+        action = await agent.act(f"observation {turn}")
+        assert not action.limit
+        assert action.tool_calls == 2
+    assert results in tokenizer.decode(engine.asked[1].prompt_ids.tolist(), skip_special=False)
+    generated = [i for said in engine.said for i in said]
+    assert [i for s in agent.segments() for i in s.ids[s.mask == 1].tolist()] == generated
+    if on_rewrite == "keep" and compaction == "none":
+        assert len(agent.segments()) == 1
