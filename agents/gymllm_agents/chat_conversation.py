@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from gymllm.agent import EpisodeContext
@@ -12,7 +13,7 @@ from gymllm.chat_engine import ChatEngine, ChatReply, ChatRequest
 from gymllm.engine import SamplingParams
 from gymllm.errors import ContextLengthError, LedgerError
 from gymllm.ledger import Segment
-from gymllm.message import Message
+from gymllm.message import Message, ToolCall
 from gymllm.task import derive_seed
 from gymllm_agents.chat_template import ToolSchema
 from gymllm_agents.conversation import CONTEXT_LENGTH, ConversationConfig, Reply
@@ -44,7 +45,7 @@ class ChatConversation:
         """
         self._engine, self._config, self._context, self._tools = engine, config, context, tools
         self._messages = list(config.opening)
-        self._replies = 0
+        self._replies = self._calls = 0
         self._over = ""
 
     async def reply(self, *new: Message) -> Reply:
@@ -87,8 +88,17 @@ class ChatConversation:
         """Everything said so far, opening included."""
         return tuple(self._messages)
 
+    def _with_ids(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+        """Calls with ids, as the protocol wants them, where a server gave none."""
+        self._calls += len(calls)
+        first = self._calls - len(calls)
+        return tuple(
+            call if call.id else replace(call, id=f"call{first + k:05d}")
+            for k, call in enumerate(calls)
+        )
+
     def _read(self, answer: ChatReply, engine_s: float) -> Reply:
-        message = answer.message
+        message = replace(answer.message, tool_calls=self._with_ids(answer.message.tool_calls))
         text, reasoning = message.content, message.reasoning
         if not reasoning:  # a server that does not split it off
             parsed = ThoughtParser().parse(Said(text=text))
@@ -97,10 +107,10 @@ class ChatConversation:
             UnreadableCall(name=name, problem=f"The arguments of {name} are no JSON object.")
             for name, _ in answer.unreadable
         )
-        raw = message.content
+        raw, calls = message.content, message.tool_calls
         if unreadable:
             # Shown as text, for the protocol has no calls without readable arguments.
-            made = [{"name": c.name, "arguments": dict(c.arguments)} for c in message.tool_calls]
+            made = [{"name": c.name, "arguments": dict(c.arguments)} for c in calls]
             made += [{"name": name, "arguments": given} for name, given in answer.unreadable]
             raw = "\n".join(filter(None, [raw, json.dumps(made, ensure_ascii=False)]))
             message = Message(role="assistant", content=raw, raw=raw)
@@ -108,7 +118,7 @@ class ChatConversation:
         return Reply(
             text=text,
             reasoning=reasoning,
-            calls=(*answer.message.tool_calls, *unreadable),
+            calls=(*calls, *unreadable),
             raw=raw,
             prompt_tokens=answer.prompt_tokens,
             generated_tokens=answer.generated_tokens,

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 """Before the first retry, doubled at each, and at most; a server's Retry-After counts instead."""
+MOST_BYTES = 64 << 20
+"""A longer answer is refused, as nobody means one."""
+MOST_LEVELS = 64
+"""Of objects and lists in a call's arguments; few tools and no encoder like what is deeper."""
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 
 
@@ -63,7 +67,8 @@ class OpenAIEngine:
             url: Of the server, up to what is before "/chat/completions".
             api_key: Default: the environment variable OPENAI_API_KEY; a server of your own needs none.
             context_length: Of the model, in tokens; the server is the one who knows.
-            timeout_s: Longest that one request may take, retries not counted.
+            timeout_s: Longest that one request may take, its answer's last byte included, retries not
+                counted.
             max_concurrent: Requests at once, at most; others wait.
             retries: Further tries of a request that met a lost connection, 429 or a server's error.
             options: Further keys of each request ("reasoning_effort", "top_p").
@@ -93,7 +98,7 @@ class OpenAIEngine:
             raise ConfigError(f"timeout_s must be > 0, got {timeout_s}.")
         self.model, self.context_length, self.version = model, context_length, 0
         self._url = f"{url.rstrip('/')}/chat/completions"
-        self._retries, self._options = retries, dict(options or {})
+        self._retries, self._options, self._timeout_s = retries, dict(options or {}), timeout_s
         self._slots = anyio.Semaphore(max_concurrent)
         key = os.environ.get("OPENAI_API_KEY", "") if api_key is None else api_key
         self._httpx = httpx
@@ -161,6 +166,8 @@ class OpenAIEngine:
 
     async def _post(self, body: Mapping[str, object], name: str) -> dict[str, Any]:
         """The answer's JSON, after as many tries as it takes."""
+        # Text that no UTF-8 can hold (half a character from an environment) is sent as "?".
+        content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
         wait_s, problem = FIRST_WAIT_S, ""
         timed_out = False
         for attempt in range(self._retries + 1):
@@ -169,9 +176,10 @@ class OpenAIEngine:
                 await anyio.sleep(wait_s * self._jitter.uniform(0.5, 1))
             wait_s = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
             try:
-                response = await self._client.post(self._url, json=body)
-            except self._httpx.TransportError as error:
-                timed_out = isinstance(error, self._httpx.TimeoutException)
+                with anyio.fail_after(self._timeout_s):  # httpx's limit is one between two bytes
+                    response = await self._response(content, name)
+            except (self._httpx.RequestError, TimeoutError) as error:
+                timed_out = isinstance(error, (self._httpx.TimeoutException, TimeoutError))
                 problem = f"{type(error).__name__} {error}".strip()
                 continue
             if response.is_success:
@@ -186,6 +194,26 @@ class OpenAIEngine:
         kind = EngineTimeoutError if timed_out else EngineError
         raise kind(
             f"{self._url} did not answer request {name!r} of model {self.model!r}: {problem}"
+        )
+
+    async def _response(self, content: bytes, name: str) -> httpx.Response:
+        """One try's answer, all of it."""
+        headers = {"Content-Type": "application/json"}
+        async with self._client.stream(
+            "POST", self._url, content=content, headers=headers
+        ) as response:
+            data = bytearray()
+            async for piece in response.aiter_bytes():
+                data += piece
+                if len(data) > MOST_BYTES:
+                    raise EngineError(
+                        f"{self._url} answered request {name!r} with more than {MOST_BYTES} bytes."
+                    )
+        return self._httpx.Response(
+            response.status_code,
+            # The bytes are decompressed already.
+            headers=[(k, v) for k, v in response.headers.items() if k != "content-encoding"],
+            content=bytes(data),
         )
 
 
@@ -237,21 +265,24 @@ def _read(answer: Mapping[str, Any], name: str) -> ChatReply:
         unreadable: list[tuple[str, str]] = []
         for call in said.get("tool_calls") or ():
             function = call["function"]
-            arguments = _object_in(function.get("arguments") or "{}")
+            arguments = _arguments_in(function.get("arguments") or "{}")
             if arguments is None:
-                unreadable.append((str(function["name"]), str(function["arguments"])))
+                unreadable.append((_whole(function["name"]), _whole(function["arguments"])))
             else:
                 called = ToolCall(
-                    name=str(function["name"]), arguments=arguments, id=str(call.get("id") or "")
+                    name=_whole(function["name"]),
+                    arguments=arguments,
+                    id=_whole(call.get("id") or ""),
                 )
                 calls.append(called)
-        usage: dict[str, Any] = answer.get("usage") or {}
+        told = answer.get("usage")
+        usage = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
         reasoning = said.get("reasoning_content") or said.get("reasoning") or ""
         return ChatReply(
             message=Message(
                 role="assistant",
                 content=_text_of(said.get("content")),
-                reasoning=str(reasoning),
+                reasoning=_whole(reasoning),
                 tool_calls=tuple(calls),
             ),
             finish_reason=(
@@ -260,11 +291,11 @@ def _read(answer: Mapping[str, Any], name: str) -> ChatReply:
                 else FinishReason.STOP
             ),
             unreadable=tuple(unreadable),
-            prompt_tokens=int(usage.get("prompt_tokens") or 0),
-            generated_tokens=int(usage.get("completion_tokens") or 0),
+            prompt_tokens=_count(usage.get("prompt_tokens")),
+            generated_tokens=_count(usage.get("completion_tokens")),
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        shown = json.dumps(answer)[:200]
+        shown = str(dict(answer))[:200]
         raise EngineError(
             f"the answer to request {name!r} is no chat completion ({error!r}): {shown}"
         ) from error
@@ -274,8 +305,40 @@ def _text_of(content: object) -> str:
     """The text of a message, which some servers give in parts."""
     if isinstance(content, list):
         parts = cast("list[Mapping[str, Any]]", content)
-        return "".join(str(part.get("text", "")) for part in parts)
-    return "" if content is None else str(content)
+        return "".join(_whole(part.get("text") or "") for part in parts)
+    return "" if content is None else _whole(content)
+
+
+def _whole(value: object) -> str:
+    """A text without halves of characters, which JSON can spell and nothing can encode."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def _count(value: object) -> int:
+    """A number of tokens; 0 for what is none."""
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _arguments_in(text: object) -> dict[str, object] | None:
+    """The arguments of a call; None if they are no JSON object that could be sent back."""
+    arguments = _object_in(text)
+    level: list[object] = [arguments]
+    for _ in range(MOST_LEVELS):
+        level = [inner for held in level for inner in _inner(held)]
+    if level:
+        return None
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return arguments
+
+
+def _inner(value: object) -> list[object]:
+    """What is in an object or a list."""
+    if isinstance(value, dict):
+        return list(cast("dict[str, object]", value).values())
+    return cast("list[object]", value) if isinstance(value, list) else []
 
 
 def _object_in(text: object) -> dict[str, object] | None:

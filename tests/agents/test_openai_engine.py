@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import threading
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import anyio
+import anyio.abc
 import numpy as np
 import pytest
 from PIL import Image as pillow
@@ -20,7 +23,14 @@ from gymllm.agent import EpisodeContext
 from gymllm.engine import GenerateRequest
 from gymllm.engines import OpenAIEngine
 from gymllm.episode import EpisodeLimits
-from gymllm.errors import ClosedError, ConfigError, EngineError, LedgerError, ModelError
+from gymllm.errors import (
+    ClosedError,
+    ConfigError,
+    EngineError,
+    EngineTimeoutError,
+    LedgerError,
+    ModelError,
+)
 from gymllm.evaluation import evaluate
 from gymllm.spaces import message
 from gymllm.timeline import Timeline
@@ -272,3 +282,90 @@ async def test_a_model_that_sees_is_evaluated_on_an_environment_that_shows(serve
     (back,) = [from_json(to_json(first))]
     assert (back.messages[0].parts[1] == np.full((2, 2, 3), 7)).all()
     assert len(server.asked[1]["messages"][2]["content"]) == 2
+
+
+ODD_TEXTS = [
+    ("half \ud83c", "half ?"),
+    (3, "3"),
+    ([{"type": "text", "text": "a"}, {"type": "text", "text": None}], "a"),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), ODD_TEXTS)
+@pytest.mark.parametrize("usage", ["many", [1], {"prompt_tokens": float("inf")}, {}])
+@pytest.mark.asyncio
+async def test_an_odd_answer_is_read_as_far_as_it_can_be(serve, content, text, usage) -> None:
+    server = serve({**completion(content), "usage": usage}, completion("next"))
+    async with OpenAIEngine("m", url=server.url, api_key="") as engine:
+        agent = ModelAgent.factory(None)(context(engine))
+        action = await agent.act("half \ud83c")
+        assert (await agent.act("go on")).text == "next"
+    assert (action.text, action.prompt_tokens) == (text, 0)
+    assert server.asked[0]["messages"][0]["content"] == "half ?"
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": "\\ud83c"}', '{"a": NaN}', '{"a":' * 70 + "1" + "}" * 70, "[1]", "{"]
+)
+@pytest.mark.asyncio
+async def test_arguments_that_nothing_can_pass_on_are_told_to_the_model(serve, arguments) -> None:
+    server = serve(calling(arguments), completion("done"))
+    async with OpenAIEngine("m", url=server.url, api_key="") as engine:
+        agent = ToolAgent.factory(None, tools=[calculator()])(context(engine))
+        action = await agent.act("go")
+    assert (action.text, action.tool_errors) == ("done", 1)
+    assert "are no JSON object" in server.asked[1]["messages"][-1]["content"]
+
+
+@pytest.mark.asyncio
+async def test_calls_without_ids_get_their_own(serve) -> None:
+    function = {"name": "calculator", "arguments": '{"expression": "6*7"}'}
+    two = completion(None, tool_calls=[{"function": function}, {"function": function}])
+    server = serve(two, two, completion("done"))
+    async with OpenAIEngine("m", url=server.url, api_key="") as engine:
+        agent = ToolAgent.factory(None, tools=[calculator()])(context(engine))
+        assert (await agent.act("go")).text == "done"
+    said = server.asked[2]["messages"]
+    asked = [call["id"] for m in said for call in m.get("tool_calls", ())]
+    assert asked == [m["tool_call_id"] for m in said if m["role"] == "tool"]
+    assert len(set(asked)) == 4
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_cannot_be_unpacked_is_the_engines_fault(serve) -> None:
+    server = serve((200, {"content-encoding": "gzip"}, "no gzip"))
+    async with OpenAIEngine("m", url=server.url, api_key="", retries=0) as engine:
+        with pytest.raises(EngineError, match="DecodingError"):
+            await ModelAgent.factory(None)(context(engine)).act("go")
+
+
+@pytest.mark.asyncio
+async def test_an_answer_without_end_is_refused(serve, monkeypatch) -> None:
+    monkeypatch.setattr("gymllm.engines.openai.MOST_BYTES", 100)
+    server = serve((200, {}, " " * 101))
+    async with OpenAIEngine("m", url=server.url, api_key="") as engine:
+        with pytest.raises(EngineError, match="more than 100 bytes"):
+            await ModelAgent.factory(None)(context(engine)).act("go")
+
+
+@pytest.mark.asyncio
+async def test_the_time_limit_is_one_for_the_whole_answer() -> None:
+    async def drip(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            with contextlib.suppress(anyio.BrokenResourceError):
+                await stream.send(b"HTTP/1.1 200 OK\r\ncontent-length: 10000\r\n\r\n")
+                while True:
+                    await stream.send(b" ")
+                    await anyio.sleep(0.01)
+
+    async with (
+        await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(listener.serve, drip)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        url = f"http://127.0.0.1:{port}/v1"
+        async with OpenAIEngine("m", url=url, api_key="", timeout_s=0.1, retries=0) as engine:
+            with pytest.raises(EngineTimeoutError):
+                await ModelAgent.factory(None)(context(engine)).act("go")
+        group.cancel_scope.cancel()
