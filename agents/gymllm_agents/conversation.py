@@ -79,6 +79,11 @@ class ConversationConfig:
         ):
             if value not in known:
                 raise UnknownNameError(name, value, known)
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in self.template_variables:
+                raise ConfigError(
+                    f"agent.template_variables can't set {name!r}, which the conversation decides."
+                )
         for message in self.few_shot:
             if message.role not in ("user", "assistant", "tool"):
                 raise ConfigError(

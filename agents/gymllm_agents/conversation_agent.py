@@ -94,7 +94,10 @@ class ConversationAgent(ABC):
         Raises:
             LimitReachedError: There is no answer; let it through.
             EngineError: The engine broke.
+            GymLLMError: Nothing is said, or texts together with messages in other roles than "user".
         """
+        if not messages:
+            raise GymLLMError("say needs something to say, got nothing.")
         if all(isinstance(message, Message) for message in messages):
             said = cast("tuple[Message, ...]", messages)
         else:
@@ -131,6 +134,11 @@ class ConversationAgent(ABC):
             text = await self.answer(observation)
         except LimitReachedError as reached:
             limit = reached.limit
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GymLLMError(
+                f"{type(self).__name__}.answer must return the action, a str, got {text!r}. Of a reply "
+                "that is `reply.text`."
+            )
         return replace(self._action, text=text, limit=limit)
 
     def segments(self) -> tuple[Segment, ...]:
@@ -149,7 +157,14 @@ def _user_message(parts: Sequence[TextOrMessage | Message]) -> Message:
         if isinstance(part, str):
             said.append(part)
         elif isinstance(part, Message):
+            if part.role != "user":
+                raise GymLLMError(
+                    "say takes texts and observations, which become one user message, or messages "
+                    f"alone, got a {part.role!r} message beside others."
+                )
             said.extend(part.parts or (part.content,))
+        elif not isinstance(part, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GymLLMError(f"say takes texts, observations and messages, got {part!r}.")
         else:
             said.extend(p["text"] if p["type"] == "text" else p["image"] for p in part["content"])
     text = "\n".join(part for part in said if isinstance(part, str))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gymllm.agent import AgentFactory
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, ConfigTypeError
 from gymllm.message import Message, ToolCall
 from gymllm.spaces import TextOrMessage
 from gymllm_agents.conversation import ConversationConfig, Dialogue
@@ -78,11 +78,20 @@ class ToolAgent(ConversationAgent):
             parser: One of `PARSERS`, or your own. None: the form that the template shows, else Hermes'.
 
         Raises:
-            ConfigError: No tools, or two of one name.
+            ConfigError: No tools, two of one name, or something else than tools or a `ToolConfig`.
             UnknownNameError: No parser is called that.
             ModelError: The tokenizer has no chat template, or one that can't be used like this.
         """
         config = config or ToolConfig()
+        if not isinstance(config, ToolConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigTypeError(
+                f"A tool agent needs a ToolConfig, got a {type(config).__name__}."
+            )
+        if not isinstance(tools, Sequence) or any(not isinstance(tool, Tool) for tool in tools):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigTypeError(
+                "A tool agent's tools must be a list of Tool (`tool` makes one of a function, an "
+                f"McpServer has them as `server.tools`), got {tools!r}."
+            )
         by_name = {tool.name: tool for tool in tools}
         if not tools or len(by_name) < len(tools):
             names = ", ".join(tool.name for tool in tools) or "none"

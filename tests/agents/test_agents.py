@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, GymLLMError
+from gymllm.message import Message
 from gymllm_agents import (
     ConversationAgent,
     FormatAgent,
@@ -144,3 +145,38 @@ def test_react_reads_calls(text, name, arguments):
 @pytest.mark.parametrize("text", ["", "Observation: x\nAction: add", "Final Answer:", "Thought: y"])
 def test_react_answers_that_call_nothing(text):
     assert ReActParser([add.schema]).parse(Said(text=text)).calls == ()
+
+
+class Forgetful(ConversationAgent):
+    async def answer(self, observation):
+        await self.say(observation)
+
+
+class Silent(ConversationAgent):
+    async def answer(self, observation):
+        return (await self.say()).text
+
+
+class Mixing(ConversationAgent):
+    async def answer(self, observation):
+        return (await self.say(Message(role="system", content="Play."), observation)).text
+
+
+class Wrong(ConversationAgent):
+    async def answer(self, observation):
+        return (await self.say(None)).text
+
+
+@pytest.mark.parametrize(
+    ("agent", "problem"),
+    [
+        (Forgetful, "Forgetful.answer must return the action, a str, got None"),
+        (Silent, "got nothing"),
+        (Mixing, "a 'system' message beside others"),
+        (Wrong, "got None"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_mistakes_of_a_subclass_are_explained(tokenizer, scripted, start, agent, problem):
+    with pytest.raises(GymLLMError, match=problem):
+        await start(agent.factory(tokenizer), scripted("left")).act("A door.")

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from gymllm.errors import ConfigError, ModelError
+from gymllm.errors import ConfigError, ConfigTypeError, ModelError
 from gymllm.message import Message
-from gymllm_agents import PlainParser, Tool, ToolAgent, ToolConfig, calculator
+from gymllm_agents import (
+    ConversationConfig,
+    PlainParser,
+    Tool,
+    ToolAgent,
+    ToolConfig,
+    calculator,
+)
 
 ROOMY = ToolConfig(max_new_tokens=200)  # the little vocabulary spells calls out
 
@@ -194,3 +201,19 @@ async def test_a_template_does_not_teach_the_plain_form(tokenizer, scripted, sta
     ]
     assert "calculator(expression): " in agent.messages()[0].content
     assert "tool_call" not in shown(agent, tokenizer)
+
+
+@pytest.mark.parametrize("wrong", [calculator(), [len], {"calculator": calculator()}])
+def test_what_is_no_list_of_tools_is_refused(tokenizer, wrong):
+    with pytest.raises(ConfigTypeError, match="must be a list of Tool"):
+        ToolAgent.factory(tokenizer, tools=wrong)
+
+
+def test_a_config_without_tools_is_refused(tokenizer):
+    with pytest.raises(ConfigTypeError, match="needs a ToolConfig, got a ConversationConfig"):
+        ToolAgent.factory(tokenizer, ConversationConfig(), tools=[calculator()])
+
+
+def test_a_template_variable_is_no_part_of_the_conversation():
+    with pytest.raises(ConfigError, match="can't set 'tools'"):
+        ToolConfig(template_variables={"tools": True})

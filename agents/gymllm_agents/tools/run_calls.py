@@ -12,7 +12,7 @@ from gymllm.message import ToolCall
 from gymllm.timeline import Timeline
 from gymllm_agents.parsers.said import UnreadableCall
 from gymllm_agents.tools.names import did_you_mean
-from gymllm_agents.tools.text import cut
+from gymllm_agents.tools.text import cut, without_surrogates
 from gymllm_agents.tools.tool import Tool, ToolResult
 
 LONGEST_NAME = 100
@@ -38,7 +38,9 @@ async def run_calls(
         A result for each call, in the order of the calls.
     """
     await anyio.lowlevel.checkpoint()
-    results: list[ToolResult | None] = [None] * len(calls)
+    # An async function may be cancelled by its own code, which ends nothing but its task.
+    cancelled = ToolResult(text="Error: the call was cancelled.", failed=True)
+    results = [cancelled] * len(calls)
 
     async def run(index: int, call: ToolCall | UnreadableCall) -> None:
         on = track if index == 0 else f"{track} +{index}"
@@ -49,7 +51,7 @@ async def run_calls(
     async with anyio.create_task_group() as group:
         for index, call in enumerate(calls):
             group.start_soon(run, index, call, name=f"{track}: {call.name or 'unreadable call'}")
-    return tuple(result for result in results if result is not None)
+    return tuple(results)
 
 
 async def _run_call(tools: Mapping[str, Tool], call: ToolCall | UnreadableCall) -> ToolResult:
@@ -57,8 +59,8 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall | UnreadableCall) 
         return await tools[call.name](call.arguments)
     await anyio.lowlevel.checkpoint()
     if isinstance(call, UnreadableCall):
-        return ToolResult(text=f"Error: {call.problem}", failed=True)
-    name = cut(call.name, LONGEST_NAME)
+        return ToolResult(text=without_surrogates(f"Error: {call.problem}"), failed=True)
+    name = without_surrogates(cut(call.name, LONGEST_NAME))
     known = ", ".join(tools) or "none"
     hint = did_you_mean(name, tools)
     return ToolResult(

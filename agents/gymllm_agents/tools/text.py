@@ -21,12 +21,12 @@ def as_text(value: object) -> str:
         ValueError: The value has no JSON form.
     """
     if isinstance(value, str):
-        return _without_surrogates(str(value))
+        return without_surrogates(str(value))
     if value is None:
         return ""
     try:
         plain = pydantic_core.to_jsonable_python(value, fallback=_plain_array)
-        return _without_surrogates(json.dumps(plain, ensure_ascii=False))
+        return without_surrogates(json.dumps(plain, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"the result, of type {type(value).__name__}, has no JSON form ({error})."
@@ -37,10 +37,10 @@ def as_error(error: BaseException) -> str:
     """What went wrong in someone else's code, on one line where it is one."""
     try:
         said = str(error)
-    except Exception:  # a broken __str__ must not take the episode with it
+    except BaseException:  # a broken __str__ must not take the episode with it
         said = ""
     kind = type(error).__name__
-    return _without_surrogates(f"{kind}: {said}" if said else kind)
+    return without_surrogates(f"{kind}: {said}" if said else kind)
 
 
 def cut(text: str, most: int) -> str:
@@ -63,7 +63,7 @@ def _plain_array(value: object) -> object:
     return to_list()
 
 
-def _without_surrogates(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """Halves of characters, as undecodable file names have, can't be encoded for a tokenizer."""
     try:
         text.encode()

@@ -14,7 +14,7 @@ from gymllm.errors import ConfigError
 from gymllm_agents.chat_template import ToolSchema
 from gymllm_agents.tools.names import did_you_mean
 from gymllm_agents.tools.places import Places, run_in_thread
-from gymllm_agents.tools.text import as_error, as_text, cut
+from gymllm_agents.tools.text import as_error, as_text, cut, without_surrogates
 
 ToolFunction = Callable[[Mapping[str, object]], object]
 """Takes the arguments by name, already checked; returns the result or, if async, an awaitable of it.
@@ -124,9 +124,11 @@ class Tool:
             text, failed = f"Error: {error}", True
         # Someone else's code; the model hears of it, the episode goes on. The loop turns Ctrl-C into
         # cancellation, so that a KeyboardInterrupt here is the function's own.
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
+        except (anyio.get_cancelled_exc_class(), GeneratorExit):
+            raise
+        except BaseException as error:
             text, failed = f"Error: {as_error(error)}", True
-        return ToolResult(text=cut(text, self.max_result_chars), failed=failed)
+        return ToolResult(text=cut(without_surrogates(text), self.max_result_chars), failed=failed)
 
     async def _told(self, arguments: Mapping[str, object]) -> str:
         converted = self._checked(arguments) if self.convert is None else self.convert(arguments)

@@ -7,7 +7,7 @@ import pytest
 
 from gymllm.message import ToolCall
 from gymllm.timeline import Timeline
-from gymllm_agents import Tool, run_calls, tool
+from gymllm_agents import Tool, ToolError, run_calls, tool
 from gymllm_agents.parsers.said import UnreadableCall
 
 
@@ -95,3 +95,29 @@ async def test_cancellation_ends_every_call():
             await event.wait()
         group.cancel_scope.cancel()
     assert sorted(ended) == [0, 1]
+
+
+@pytest.mark.asyncio
+async def test_whatever_a_tool_raises_its_call_has_a_result():
+    @tool
+    async def exits() -> str:
+        await anyio.lowlevel.checkpoint()
+        raise BaseExceptionGroup("tasks", [SystemExit(2)])
+
+    @tool
+    async def cancels() -> str:
+        await anyio.lowlevel.checkpoint()
+        raise anyio.get_cancelled_exc_class()
+
+    @tool
+    async def halves() -> str:
+        await anyio.lowlevel.checkpoint()
+        raise ToolError("half \ud83c")
+
+    calls = [call("exits"), call("cancels"), call("halves"), call("\ud83c")]
+    results = await run_calls(named(exits, cancels, halves), calls)
+    assert [result.failed for result in results] == [True] * 4
+    assert all(result.text.encode() for result in results)
+    assert results[0].text == "Error: BaseExceptionGroup: tasks (1 sub-exception)"
+    assert results[1].text == "Error: the call was cancelled."
+    assert results[2].text == "Error: half \ufffd"
