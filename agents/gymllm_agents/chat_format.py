@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 OnRewrite = Literal["segment", "keep", "error"]
 
 _QUESTION = Message(role="user", content="question")
+_MOST_SHAPES = 256
+"""Shapes of turns of which it is kept whether the template takes them."""
 
 
 @final
@@ -75,6 +77,7 @@ class ChatFormat:
             self._template, opening=self.opening, tools=self._tools, variables=self._variables
         )
         """What the template does to earlier turns."""
+        self._taken: dict[str, bool] = {}
         self._keeps = on_rewrite == "keep"
         self._local = self._keeps or self._differences_are_local()
         closing = self._closing_ids()
@@ -179,6 +182,15 @@ class ChatFormat:
         """
         if not (reply.tool_calls and self.trials.shows_calls):
             return True
+        shape = _shape(reply, before)
+        taken = self._taken.get(shape) if shape else None
+        if taken is None:
+            taken = self._tries(reply, before)
+            if shape and len(self._taken) < _MOST_SHAPES:
+                self._taken[shape] = taken
+        return taken
+
+    def _tries(self, reply: Message, before: str) -> bool:
         following = [Message(role="user", content="next")]
         if before == "tool":
             following = [
@@ -346,6 +358,21 @@ class ChatFormat:
             for new in self.trials.followers(reply)
             for history in self.trials.histories()
         )
+
+
+def _shape(reply: Message, before: str) -> str:
+    """What a template can look at in a turn of calls, its texts as such left out.
+
+    Empty where a text may hold markup, which some templates look for.
+    """
+    if any(mark in text for text in (reply.content, reply.reasoning) for mark in "<["):
+        return ""
+    calls = [
+        (call.name, [(name, type(value).__name__) for name, value in call.arguments.items()])
+        for call in reply.tool_calls
+    ]
+    texts = [bool(text.strip()) for text in (reply.content, reply.reasoning, reply.raw)]
+    return repr((before, texts, calls, len({call.id for call in reply.tool_calls})))
 
 
 def _with_own_ids(messages: Sequence[Message]) -> list[Message]:

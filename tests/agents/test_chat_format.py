@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gymllm.message import Message
+from gymllm.message import Message, ToolCall
 from gymllm_agents import ChatFormat
 
 BARE = """
@@ -108,3 +108,40 @@ def test_messages_may_contain_the_marks(tokenizer):
     assert text in text_of(tokenizer, ids)
     assert ids.count(tokenizer.eos_token_id) == 2
     assert text in text_of(tokenizer, chat.whole_ids(said(text)))
+
+
+def test_whether_a_template_takes_a_turn_is_tried_once_for_turns_alike(tokenizer, monkeypatch):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    one_call = tokenizer.template.source.replace(
+        "{%- set function",
+        "{%- if not loop.first -%}{{ raise_exception('one') }}{%- endif -%}{%- set function",
+    )
+    chat = ChatFormat(
+        type(tokenizer)(tokenizer.copy_backend(), chat_template=one_call, eos_token="<|im_end|>"),
+        tools=tools,
+    )
+    tried: list[Message] = []
+    tries = ChatFormat._tries
+
+    def counted(self: ChatFormat, reply: Message, before: str) -> bool:
+        tried.append(reply)
+        return tries(self, reply, before)
+
+    monkeypatch.setattr(ChatFormat, "_tries", counted)
+
+    def turn(text: str, *values: object) -> Message:
+        calls = (ToolCall(name="add", arguments={"a": v}, id=f"{v}") for v in values)
+        return Message(role="assistant", content=text, tool_calls=tuple(calls))
+
+    def takes(reply: Message) -> bool:
+        return chat.takes(reply, before="tool")
+
+    assert takes(turn("a", 1))
+    assert takes(turn("b", 2))
+    assert len(tried) == 1
+    assert not takes(turn("a", 1, 2))
+    assert not takes(turn("b", 3, 4))
+    assert len(tried) == 2
+    for other in (turn("", 1), turn("a", "1"), turn("a <b>", 1), turn("a <b>", 1)):
+        assert takes(other)
+    assert len(tried) == 6
