@@ -6,10 +6,12 @@ Replies are what the family's own template shows of them; observations and resul
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import anyio
 import pytest
+import tokenizers
 from families import FAMILIES, load_family
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -55,6 +57,12 @@ some = settings(
 )
 
 
+@functools.cache
+def backend(name: str) -> tokenizers.Tokenizer:
+    """The family's vocabulary without anything of ours around it."""
+    return load_family(name).copy_backend()
+
+
 class Play:
     """A conversation with an engine that answers what it is told to, and what the template makes of it."""
 
@@ -74,7 +82,7 @@ class Play:
         parser = choose_parser(self.chat, self.tools)
         self.talk = Conversation(self.chat, told, context, parser=parser)
         self.said: list[Message] = []
-        self.backend = self.tokenizer.copy_backend()
+        self.backend = backend(name)
 
     async def turn(self, new: list[Message], answer: Message, following: str) -> None:
         """Says `new`; the engine answers what the template shows of `answer`."""
