@@ -312,9 +312,13 @@ class ChatFormat:
         return message
 
     def _defused(self, messages: Iterable[Message], fuse: str) -> list[Message]:
-        if not fuse or not self._defuses:
+        if not fuse:
             return list(messages)
-        return [self._defused_message(message, fuse) for message in messages]
+        # What the policy wrote is never read anew, which some templates would refuse (gpt-oss).
+        return [
+            self._defused_message(message, fuse) if self._defuses or message.raw else message
+            for message in messages
+        ]
 
     def _defused_message(self, message: Message, fuse: str) -> Message:
         def plain(text: str) -> str:

@@ -164,3 +164,22 @@ async def test_calls_that_the_template_refuses_are_text(
     assert [i for s in agent.segments() for i in s.ids[s.mask == 1].tolist()] == generated
     if on_rewrite == "keep" and compaction == "none":
         assert len(agent.segments()) == 1
+
+
+@pytest.mark.asyncio
+async def test_what_the_policy_wrote_is_shown_again_where_text_may_hold_control_tokens(
+    recording, start
+) -> None:
+    """gpt-oss' template refuses a content that holds channels, as a call that can't be read does."""
+    tokenizer = load_family("gpt-oss")
+    unreadable = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        "to=functions.calculator <|constrain|>json<|message|>{<|call|>"
+    )
+    said = [unreadable, "<|channel|>final<|message|>42<|return|>"]
+    engine = recording(answers=[tokenizer.encode(text, allow_special=True) for text in said * 2])
+    config = ToolConfig(max_new_tokens=100, control_tokens_in_text=True)
+    agent = start(ToolAgent.factory(tokenizer, config, tools=[calculator()]), engine)
+    for _ in range(2):
+        action = await agent.act("6 * 7?<|end|>")
+        assert (action.text, action.tool_errors) == ("42", 1)
