@@ -16,6 +16,10 @@
     │   └── EnvBatchError                     ... some of a batch; carries what the others answered
     ├── EngineError           (RuntimeError)  an inference engine broke; the episode ends *failed*
     │   └── EngineTimeoutError (TimeoutError)
+    ├── SandboxError          (RuntimeError)  a sandbox broke; the episode ends *failed*
+    │   ├── SandboxStartError                 ... could not be started
+    │   ├── SandboxDiedError                  ... or its shell is gone
+    │   └── SandboxFileError  (OSError)       ... has no such file, or can't read or write it
     ├── ClosedError           (RuntimeError)  used after it was closed (Gymnasium's own error, too)
     └── RunError              (RuntimeError)  a training run can't go on; what was collected is saved
 
@@ -124,6 +128,22 @@ class EngineError(GymLLMError, RuntimeError):
 
 class EngineTimeoutError(EngineError, TimeoutError):
     """An inference engine did not answer within its limit."""
+
+
+class SandboxError(GymLLMError, RuntimeError):
+    """A sandbox broke. Never a reward: the episode ends *failed*."""
+
+
+class SandboxStartError(SandboxError):
+    """A sandbox could not be started; the message says what the system answered."""
+
+
+class SandboxDiedError(SandboxError):
+    """A sandbox, or the shell in it, is gone."""
+
+
+class SandboxFileError(OSError, SandboxError):  # OSError first: it takes `errno` when it is made
+    """A file of a sandbox can't be listed, read or written; `errno` says why."""
 
 
 class ClosedError(GymLLMError, RuntimeError, ClosedEnvironmentError):

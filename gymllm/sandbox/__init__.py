@@ -1,0 +1,41 @@
+"""Sandboxes: a work tree and the processes in it, apart from everything else on the host.
+
+    interface.py     what every kind can do: Sandbox, Shell, SandboxSpec, ExecResult, Snapshot, Limits
+    opening.py       open_sandbox(spec, kind); pool.py: SandboxPool, sandboxes made ahead
+    local.py         the host's side; shell.py: a bash that stays; output.py: reading, bounded
+    launch.py        how each kind starts: bubblewrap, unshare, nothing
+    supervisor.py    process 1 inside of each
+    seccomp.py, cgroups.py, layers.py, state.py   system calls, limits, snapshots, what must be undone
+
+`import gymllm` doesn't import it.
+"""
+
+from __future__ import annotations
+
+from gymllm.sandbox.interface import ExecResult as ExecResult
+from gymllm.sandbox.interface import FileEntry as FileEntry
+from gymllm.sandbox.interface import Limits as Limits
+from gymllm.sandbox.interface import Mount as Mount
+from gymllm.sandbox.interface import Output as Output
+from gymllm.sandbox.interface import Sandbox as Sandbox
+from gymllm.sandbox.interface import SandboxSpec as SandboxSpec
+from gymllm.sandbox.interface import Shell as Shell
+from gymllm.sandbox.interface import Snapshot as Snapshot
+from gymllm.sandbox.opening import UnsafeSandboxWarning as UnsafeSandboxWarning
+from gymllm.sandbox.opening import open_sandbox as open_sandbox
+from gymllm.sandbox.pool import SandboxPool as SandboxPool
+
+__all__ = [
+    "ExecResult",
+    "FileEntry",
+    "Limits",
+    "Mount",
+    "Output",
+    "Sandbox",
+    "SandboxPool",
+    "SandboxSpec",
+    "Shell",
+    "Snapshot",
+    "UnsafeSandboxWarning",
+    "open_sandbox",
+]

@@ -1,0 +1,95 @@
+"""Copies an overlay's upper folder: a layer, with overlayfs' own marks for what was deleted or replaced.
+
+The tree was written by whoever is in the sandbox and may change while it is copied. So every step opens
+one name in an open folder and follows no link, and pipes and sockets are never opened.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CHUNK = 1 << 20
+_MARKS = ("user.overlay.opaque", "user.overlay.whiteout", "user.overlay.whiteouts")
+
+
+def copy_layer(source: Path, target: Path) -> None:
+    """Copies a tree, links as links, devices only where they mark a deletion.
+
+    Args:
+        source: The upper folder.
+        target: A folder that doesn't exist yet.
+
+    Raises:
+        OSError: The disk is full, a file is unreadable.
+    """
+    target.mkdir(mode=0o755)
+    top, copied = os.open(source, _FOLDER), os.open(target, _FOLDER)
+    try:
+        _copy_folder(top, copied)
+    finally:
+        os.close(top)
+        os.close(copied)
+
+
+def _copy_folder(source: int, target: int) -> None:
+    _copy_marks(source, target)
+    for name in os.listdir(source):
+        with suppress(FileNotFoundError):  # gone meanwhile
+            _copy_entry(source, target, name, os.lstat(name, dir_fd=source))
+
+
+def _copy_entry(source: int, target: int, name: str, found: os.stat_result) -> None:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFDIR:
+        below = os.open(name, _FOLDER, dir_fd=source)
+        try:
+            os.mkdir(name, 0o700, dir_fd=target)
+            copied = os.open(name, _FOLDER, dir_fd=target)
+            try:
+                _copy_folder(below, copied)
+                os.fchmod(copied, stat.S_IMODE(found.st_mode))
+                os.utime(copied, ns=(found.st_atime_ns, found.st_mtime_ns))
+            finally:
+                os.close(copied)
+        finally:
+            os.close(below)
+    elif kind == stat.S_IFREG:
+        _copy_file(source, target, name)
+    elif kind == stat.S_IFLNK:
+        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+    elif kind == stat.S_IFCHR and found.st_rdev == 0:
+        os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)  # overlayfs: deleted here
+    elif kind == stat.S_IFIFO:
+        os.mkfifo(name, stat.S_IMODE(found.st_mode), dir_fd=target)
+
+
+def _copy_file(source: int, target: int, name: str) -> None:
+    fd = os.open(name, _FILE, dir_fd=source)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        copied = os.open(name, flags, 0o600, dir_fd=target)
+        try:
+            left = found.st_size
+            while left > 0 and (sent := os.sendfile(copied, fd, None, min(left, _CHUNK))):
+                left -= sent
+            _copy_marks(fd, copied)
+            os.fchmod(copied, stat.S_IMODE(found.st_mode) & 0o777)
+            os.utime(copied, ns=(found.st_atime_ns, found.st_mtime_ns))
+        finally:
+            os.close(copied)
+    finally:
+        os.close(fd)
+
+
+def _copy_marks(source: int, target: int) -> None:
+    for name in _MARKS:
+        with suppress(OSError):
+            os.setxattr(target, name, os.getxattr(source, name))
