@@ -137,7 +137,7 @@ def test_shared_memory_is_refused_with_the_way_out() -> None:
     envs = gymnasium.make_vec(
         "gymllm/FrozenLake-v0",
         vectorization_mode="async",
-        vector_kwargs={"shared_memory": False},
+        vector_kwargs={"shared_memory": False, "context": "spawn"},
     )
     assert envs.reset(seed=1)[0] in envs.observation_space
     envs.close()

@@ -233,6 +233,8 @@ class WandbWriter:
         try:
             import wandb
 
+            # Else it advertises Weave to whoever uses MCP servers, in the middle of the display.
+            os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
             run = wandb.init(
                 project=self._project,
                 name=self._name,
