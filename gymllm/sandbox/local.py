@@ -10,6 +10,7 @@ descriptors, and the supervisor kills what belonged to them.
 
 from __future__ import annotations
 
+import errno
 import marshal
 import os
 import select
@@ -266,12 +267,16 @@ class LocalSandbox:
         self, op: str, path: str, data: bytes, most: int, more: dict[str, object]
     ) -> bytes:
         if "\0" in path or not path:
-            raise SandboxFileError(22, "not a path", path)
+            raise SandboxFileError(errno.EINVAL, "not a path", path)
         request = self.request(op) | {"path": os.fsencode(path)} | more
         done = await self._run(request, data, _FILE_TIMEOUT_S, 2 * max(most, 4096))
+        if done.exit_code == 126:
+            raise SandboxFileError(errno.EAGAIN, "the sandbox is full of processes", path)
         if done.exit_code != 0:
             if done.timed_out:
-                raise SandboxFileError(110, f"no answer within {_FILE_TIMEOUT_S} s", path)
+                raise SandboxFileError(
+                    errno.ETIMEDOUT, f"no answer within {_FILE_TIMEOUT_S} s", path
+                )
             try:
                 number, text = cast("tuple[int, str]", marshal.loads(bytes(done.stderr)))
             except (ValueError, EOFError, TypeError):
@@ -320,6 +325,7 @@ class Following:
         self, job: socket.socket, readers: list[Reader], feeder: Feeder, poller: Poller
     ) -> None:
         self._job, self._feeder, self._poller = job, feeder, poller
+        self.readers = readers
         self._readers = {reader.fd: reader for reader in readers}
         self.status: int | None = None
         self._ended = False
@@ -348,7 +354,9 @@ class Following:
         if kind == b"x":
             self.status = value
         elif kind == b"f":
-            raise SandboxError(f"No process could be started: {os.strerror(value)}.")
+            self.status = 126
+            why = f"sandbox: no process could be started: {os.strerror(value)}\n"
+            self.readers[-1].kept.add(why.encode())
         self._ended = kind != b""
 
 
