@@ -6,6 +6,7 @@ in the `SandboxError` branch of `gymllm.errors`.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,13 @@ class Snapshot:
 
     base: Path | None
     layers: tuple[Path, ...]
+    owned: Path | None = None
+    """The folder that was made for it, one of the above."""
+
+    def discard(self) -> None:
+        """Removes what was copied. No sandbox or snapshot may stand on it any more."""
+        if self.owned is not None:
+            shutil.rmtree(self.owned, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -217,8 +217,8 @@ def _bwrap(spec: SandboxSpec, state: State, config: dict[str, object], control_f
     unshare = shutil.which("unshare")
     if unshare is None:
         raise SandboxStartError("Sandboxes need the program `unshare` of util-linux on PATH.")
-    # Root needs no user namespace to mount; bwrap makes one either way.
-    flags = ("--mount",) if os.geteuid() == 0 else ("--user", "--map-root-user", "--mount")
+    # Who may mount needs no user namespace for it; bwrap makes one either way.
+    flags = ("--mount",) if _may_mount() else ("--user", "--map-root-user", "--mount")
     return Launch(
         argv=(unshare, *flags, *_enter(spec, state, "", argv)),
         workdir=spec.workdir,
@@ -227,6 +227,14 @@ def _bwrap(spec: SandboxSpec, state: State, config: dict[str, object], control_f
         config=config,
         pass_fds=tuple(fds),
     )
+
+
+@functools.cache
+def _may_mount() -> bool:
+    """Whether we have CAP_SYS_ADMIN; root in a container usually hasn't."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> 21 & 1)
 
 
 def _enter(spec: SandboxSpec, state: State, copied: str, argv: Sequence[str]) -> tuple[str, ...]:

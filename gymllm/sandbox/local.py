@@ -143,8 +143,9 @@ class LocalSandbox:
             seen = Path(f"/proc/{running.process.pid}/root") / str(seen).lstrip("/")
         await anyio.to_thread.run_sync(copy_layer, seen, layer)
         if self._kind != "local":  # the whole tree, not what changed
-            return Snapshot(base=layer, layers=())
-        return Snapshot(base=self._current.base, layers=(*self._current.layers, layer))
+            return Snapshot(base=layer, layers=(), owned=layer)
+        layers = (*self._current.layers, layer)
+        return Snapshot(base=self._current.base, layers=layers, owned=layer)
 
     async def restore(self, snapshot: Snapshot) -> None:
         self._live()
@@ -407,7 +408,7 @@ class Running:
                 try:
                     socket.send_fds(self._control, [b"j"], [written, theirs.fileno(), *fds])
                 except BlockingIOError:
-                    await anyio.wait_writable(self._control)
+                    await anyio.sleep(0.001)  # others may wait, too: no waiting for the socket
                 except OSError:
                     raise SandboxDiedError("The sandbox is gone.") from None
                 else:
@@ -422,8 +423,7 @@ class Running:
     def kill(self) -> None:
         """Process 1 ends when its socket does, and the kernel ends all others before it is gone."""
         with suppress(OSError):  # shut down: a fork of ours may hold a copy
-            self._control.shutdown(socket.SHUT_RDWR)
-        self._control.close()
+            self._control.shutdown(socket.SHUT_WR)
         if not self.ready:
             self.process.kill()
 
@@ -431,6 +431,13 @@ class Running:
         """Kills everything and waits until it is gone."""
         self.kill()
         await ended(self.process)
+        # Each of its processes but the commands' holds the other end: it closes with the last of them.
+        with anyio.move_on_after(_END_TIMEOUT_S), suppress(OSError):
+            while True:
+                await anyio.wait_readable(self._control)
+                if not self._control.recv(64):
+                    break
+        self._control.close()
         if self.launch.config["subreaper"]:
             import shutil
 

@@ -68,6 +68,7 @@ class LocalShell:
         self._job: socket.socket | None = None
         self._unsettled = False
         """A command was cancelled; it has to be ended before the next."""
+        self._busy = self._dropped = False
         self._lock = anyio.Lock()
 
     @property
@@ -76,6 +77,11 @@ class LocalShell:
 
     async def restart(self) -> None:
         self.forget()
+        async with self._lock:
+            self._close()
+            await self._start()
+
+    async def _start(self) -> None:
         stack = ExitStack()
         try:
             with ExitStack() as theirs:
@@ -117,7 +123,7 @@ class LocalShell:
                     return
             raise SandboxError("bash did not start; is there one in the sandbox?")
         except BaseException:
-            self.forget()
+            self._close()
             stack.close()
             raise
 
@@ -133,10 +139,16 @@ class LocalShell:
             raise ConfigError("A shell's command can't hold a NUL byte.")
         async with self._lock:
             self._require_alive()
-            if self._unsettled and not await self._interrupt():
-                self.forget()
-                self._require_alive()
-            return await self._run(text, timeout_s, max_output_bytes)
+            self._busy = True
+            try:
+                if self._unsettled and not await self._interrupt():
+                    self._close()
+                    self._require_alive()
+                return await self._run(text, timeout_s, max_output_bytes)
+            finally:
+                self._busy = False
+                if self._dropped:
+                    self._close()
 
     async def _run(self, text: bytes, timeout_s: float, max_output_bytes: int) -> ExecResult:
         began = time.monotonic()
@@ -160,7 +172,7 @@ class LocalShell:
         self._reader.drain()
         kept = self._reader.kept
         if died:
-            self.forget()
+            self._close()
         return ExecResult(
             stdout=kept.output(),
             stderr=Output(),
@@ -179,15 +191,23 @@ class LocalShell:
         self.forget()
 
     def forget(self) -> None:
-        """Closes our ends; the supervisor kills the shell."""
-        self._job = None
+        """Has the supervisor kill the shell. A command that runs in another task hears of its end."""
+        if self._busy and self._job is not None:
+            self._dropped = True
+            with suppress(OSError):
+                self._job.shutdown(socket.SHUT_RDWR)
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        self._job, self._dropped = None, False
         self._open.close()
 
     def _require_alive(self) -> None:
         if self._job is None:
             raise SandboxDiedError("The shell is gone; `await shell.restart()` starts a fresh one.")
         if not self._sandbox.alive:
-            self.forget()
+            self._close()
             raise SandboxDiedError("The shell's sandbox is gone.")
 
     # Lines to bash, and what it answers

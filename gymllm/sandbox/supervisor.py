@@ -22,7 +22,7 @@ import os
 import select
 import sys
 import time
-from errno import EFBIG, EINVAL, EISDIR, EXDEV
+from errno import EFBIG, EINVAL, EISDIR, ENOENT, EXDEV
 
 TYPE_CHECKING = False  # of our own: importing `typing` takes longer than all the rest
 if not TYPE_CHECKING:
@@ -132,11 +132,11 @@ class Supervisor:
         channel = _socket.socket(fileno=fds[1])
         stdio = fds[2:]
         master = -1
-        if request["op"] == "shell":
-            # bash keeps a terminal's modes for its jobs; one that nobody reads stops it from complaining.
-            master, slave = os.openpty()
-            stdio.insert(2, slave)
         try:
+            if request["op"] == "shell":
+                # bash keeps a terminal's modes for its jobs; one that nobody reads stops its complaints.
+                master, slave = os.openpty()
+                stdio.insert(2, slave)
             pid = os.fork()
         except OSError as error:  # the sandbox is full of processes
             channel.send(b"f" + str(error.errno).encode())
@@ -146,6 +146,8 @@ class Supervisor:
         for fd in stdio:
             os.close(fd)
         if pid < 0:
+            if master >= 0:
+                os.close(master)
             channel.close()
             return True
         job = Job(pid, channel, master)
@@ -173,7 +175,7 @@ class Supervisor:
             name = request["cwd"]
             os.chdir(name)
             name = request["argv"][0]
-            os.execvpe(name, request["argv"], request["env"])
+            _execute(name, request["argv"], request["env"])
         except OSError as error:
             os.write(2, b"sandbox: %s: %s\n" % (name, str(error.strerror).encode()))
             os._exit(127 if error.errno == 2 else 126)
@@ -295,6 +297,20 @@ class Job:
         if self.master >= 0:
             os.close(self.master)
             self.master = -1
+
+
+def _execute(name: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> None:
+    """`os.execvpe`, which imports `warnings` first and so doubles what a short command takes."""
+    failed = OSError(ENOENT, "No such file or directory")
+    folders = [b""] if b"/" in name else env.get(b"PATH", b"/usr/bin:/bin").split(b":")
+    for folder in folders:
+        try:
+            os.execve(os.path.join(folder, name), argv, env)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            failed = error  # a file of that name that can't be run: another may
+    raise failed
 
 
 # Files. Each operation runs in a process of its own: one that hangs is killed like any other job.

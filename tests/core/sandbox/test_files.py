@@ -125,6 +125,9 @@ async def test_snapshot_restore_and_fork(sandbox: LocalSandbox) -> None:
     await said(sandbox, "echo second > second")
     second = await sandbox.snapshot()
     assert len(second.layers) == 2
+    third = await sandbox.snapshot()
+    third.discard()
+    assert [layer.exists() for layer in third.layers] == [True, False]
     spec = SandboxSpec(base=second.base, layers=second.layers)
     async with await open_sandbox(spec) as other:
         assert await said(other, "ls; stat -c %a pkg/c") == "l\np\npkg\nsecond\n755\n"

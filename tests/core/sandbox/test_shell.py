@@ -6,7 +6,7 @@ import random
 
 import anyio
 import pytest
-from sandbox_helpers import said
+from sandbox_helpers import processes_with, said
 
 from gymllm.errors import ConfigError, SandboxDiedError
 from gymllm.sandbox.local import LocalSandbox
@@ -52,7 +52,7 @@ HARMLESS = [
     ("PS1='$ ' PROMPT_COMMAND='echo prompt'; unset PROMPT_COMMAND", b"", 0),
     ("echo '0123456789abcdef 0' >&253", b"", 0),
     ("for fd in /proc/$$/fd/*; do echo '0123456789abcdef 0' > $fd; done 2>/dev/null", None, None),
-    ("kill -STOP $BASHPID & kill -CONT $!; wait", None, None),
+    ("kill -STOP $BASHPID & kill -CONT $!; wait; jobs", None, None),
     ("(sleep 50 &)", b"", 0),
     ("sleep 50 & disown", None, 0),
     ("true & wait $!", None, 0),
@@ -182,6 +182,28 @@ async def test_cancelled_at_every_await(shell: LocalShell) -> None:
                 tasks.start_soon(later, scope, after)
                 await shell.run("echo one; sleep 0.001; echo two")
         assert await output(shell, "echo mine") == b"mine\n"
+
+
+@pytest.mark.parametrize("how", ["shell", "sandbox", "restart"])
+async def test_closed_while_a_command_runs(
+    sandbox: LocalSandbox, shell: LocalShell, how: str
+) -> None:
+    async with anyio.create_task_group() as tasks:
+
+        async def close() -> None:
+            while not processes_with("78.01"):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+            close = {"shell": shell.aclose, "sandbox": sandbox.aclose, "restart": shell.restart}
+            await close[how]()
+
+        tasks.start_soon(close)
+        with anyio.fail_after(5):
+            done = await shell.run("echo begun; sleep 78.01")
+        assert done.shell_died
+        assert done.stdout.head == b"begun\n"
+    assert shell.alive == (how == "restart")
+    if how == "restart":
+        assert await output(shell, "echo on") == b"on\n"
 
 
 async def test_nul_bytes_are_refused(shell: LocalShell) -> None:
