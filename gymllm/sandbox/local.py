@@ -14,6 +14,7 @@ import errno
 import marshal
 import os
 import select
+import signal
 import socket
 import subprocess
 import time
@@ -425,7 +426,7 @@ class Running:
         with suppress(OSError):  # shut down: a fork of ours may hold a copy
             self._control.shutdown(socket.SHUT_WR)
         if not self.ready:
-            self.process.kill()
+            _kill_group(self.process)
 
     async def aclose(self) -> None:
         """Kills everything and waits until it is gone."""
@@ -454,12 +455,19 @@ def _write_all(fd: int, data: bytes) -> None:
         left = left[os.write(fd, left) :]
 
 
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """bwrap's child, which waits for its parent before it asks to die with it, included."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 async def ended(process: subprocess.Popen[bytes]) -> None:
     """Waits for the end of a process that has been told to end; kills it after a while."""
     with anyio.move_on_after(_END_TIMEOUT_S) as limit:
         await _exited(process)
     if limit.cancelled_caught:
-        process.kill()
+        _kill_group(process)
         await _exited(process)
 
 
@@ -494,6 +502,7 @@ async def start(spec: SandboxSpec, kind: str) -> Running:
                 stderr=errors,
                 env={"PATH": os.defpath + ":/usr/sbin:/sbin"},
                 cwd="/",
+                process_group=0,
                 pass_fds=how.pass_fds,
             )
         finally:

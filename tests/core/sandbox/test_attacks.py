@@ -49,6 +49,37 @@ async def test_process_1_cannot_be_killed_traced_or_read(sandbox: LocalSandbox) 
     assert "exec works" in await said(sandbox, "echo exec works")
 
 
+async def test_a_job_cannot_be_taken_over_before_it_is_its_program(sandbox: LocalSandbox) -> None:
+    code = """
+import os
+newest = os.getpid()
+while True:
+    for pid in range(newest + 1, newest + 9):
+        try:
+            fd = os.open(f"/proc/{pid}/cmdline", os.O_RDONLY)
+        except OSError:
+            continue
+        newest = pid
+        try:
+            if b"supervisor" in os.read(fd, 4096):
+                os.open(f"/proc/{pid}/mem", os.O_RDWR)
+                print("taken over", flush=True)
+        except OSError:
+            pass
+        os.close(fd)
+"""
+    async with anyio.create_task_group() as tasks:
+
+        async def attack() -> None:
+            done = await sandbox.exec(["python3", "-c", code], timeout_s=0.5)
+            assert bytes(done.stdout) == b""
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(attack)
+        while True:
+            await sandbox.exec(["true"])
+
+
 async def test_the_kernels_files_are_read_only(sandbox: LocalSandbox) -> None:
     before = Path("/proc/sys/kernel/core_pattern").read_text()
     script = "cp /proc/sys/kernel/core_pattern x; cat x > /proc/sys/kernel/core_pattern"

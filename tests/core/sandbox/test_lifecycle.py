@@ -75,6 +75,14 @@ async def test_cancelled_at_every_await_leaves_nothing(base: Path, nothing_left:
     assert not processes_with("77.02")
 
 
+async def test_cancelled_during_a_start_at_any_time(base: Path, nothing_left: None) -> None:
+    for step in range(40):
+        began = anyio.current_time()
+        with anyio.move_on_after(step * 0.001):
+            await (await open_sandbox(SandboxSpec(base=base))).aclose()
+        assert anyio.current_time() - began < 1.5
+
+
 @pytest.mark.slow
 async def test_a_hundred_at_once(base: Path, nothing_left: None) -> None:
     together, most = 0, 0

@@ -139,6 +139,7 @@ async def test_a_timeout_spares_earlier_background_jobs(shell: LocalShell) -> No
     assert b"74.05" in await output(shell, "jobs")
 
 
+@pytest.mark.slow
 async def test_a_shell_that_ignores_interrupts_is_killed_and_told(shell: LocalShell) -> None:
     done = await shell.run("trap '' INT; while :; do :; done", timeout_s=0.2)
     assert done.timed_out
