@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,11 @@ class Cgroups:
             (folder / "cgroup.procs").write_text(str(pid))
 
     async def remove(self) -> None:
-        """Removes them, once the last process is gone: the kernel needs a moment."""
+        """Removes them, once the last process is gone: it may take a moment. Kills who is still there."""
         for folder in self.folders:
-            for _ in range(200):
+            for turn in range(200):
+                if turn:
+                    kill_all(folder)
                 try:
                     folder.rmdir()
                 except FileNotFoundError:
@@ -55,6 +58,13 @@ class Cgroups:
                         if line.startswith("oom_kill "):
                             return int(line.split()[1])
         return 0
+
+
+def kill_all(folder: Path) -> None:
+    """Kills every process of a group."""
+    with suppress(OSError):
+        for pid in (folder / "cgroup.procs").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def make_cgroups(spec: SandboxSpec) -> Cgroups:

@@ -65,6 +65,9 @@ class State:
 
     def remove(self) -> None:
         if os.getpid() == self.pid:  # not in a fork
+            for note in (self.folder / "noted").glob("*"):
+                with suppress(OSError):
+                    _undo(note.read_text())
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
