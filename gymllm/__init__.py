@@ -11,10 +11,9 @@
     vector.py               its other face, a gymnasium.vector.VectorEnv
     task.py, ledger.py      what is played and with which seed; the exact tokens of a conversation
     engine.py, agent.py     protocols: token ids in, token ids out; observations in, actions out
-    chat_engine.py, engines/  servers of messages, to evaluate; OpenAI's protocol; scripted players
+    chat_engine.py          ... for servers that take messages (engines/openai.py), to evaluate
     team.py                 who plays, where an environment has several agents
     sandbox/                a work tree and processes apart from everything else
-    team.py                 who plays where an environment has several agents
     trajectory.py           what an episode leaves behind
     timeline/               every span of a run
     registration.py, errors.py, testing/, play.py
