@@ -49,7 +49,7 @@ NOT_APPLICABLE = {
     "^gymllm.*(reward_accumulation|clip_reward_wr|loop_real_env)": "acts with integers, not texts",
     "^gymllm.*(skip_obs|trip_keeps|resize.*invalid|aware.*def|RescaleO|box_obs)": "is for numbers",
     "^gymllm.*::test_padding_type": "stacks observations as arrays",
-    "^gymllm(.*_screen_size|/A.*(stack_size.[234]|delay_values.[34])|/[AG].*(video_length|with_rgb))": PAST_END,
+    "^gymllm(.*_screen_size|/A.*(stack_size.[234]|delay_v.*[34])|/[AG].*(video_length|with_rgb))": PAST_END,
     "^gymllm.*stack_size_failures": "its bad padding, 'unknown', is a good text",
     "^gymllm.*(make.py::test_order_enf|full_integration|env_spec_pprint|no_arguments|with_render)": CARTPOLE,
     "^gymllm.*(vec_env_id|_vectorization|get_set_wrapper|vec_with_spec.*kwargs1?[89])": CARTPOLE,
