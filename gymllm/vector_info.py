@@ -59,7 +59,7 @@ def _widened(held: Any, given: Array, value: Any) -> Any:
         return array
     if dtype is None or shape != array.shape[1:] or not _are_alike(dtype, array.dtype):
         return _objects(array, given)
-    return array if dtype == array.dtype else array.astype(np.result_type(array.dtype, dtype))
+    return array if dtype == array.dtype else array.astype(np.promote_types(array.dtype, dtype))
 
 
 def _are_alike(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
@@ -78,7 +78,7 @@ def _number_type(value: Any) -> np.dtype[Any] | None:
 def _objects(held: Any, given: Array) -> Array:
     """What is held, as an array of objects: what each environment gave."""
     objects = np.full(len(given), None, object)
-    for index in np.flatnonzero(given).tolist():
+    for index in given.nonzero()[0].tolist():
         objects[index] = _taken_out(held, index)
     return objects
 

@@ -152,7 +152,8 @@ def json_form(space: AnySpace) -> str:
 
 def _bounds(space: spaces.Box, index: int | None = None) -> tuple[Any, Any]:
     """The lowest and highest numbers, in as few digits as mean just them; of many, those of all."""
-    low, high = space.low, space.high
+    low: Any = space.low
+    high: Any = space.high
     if index is not None:
         low, high = low[index], high[index]
     elif low.size > MOST_BOUNDS or not (np.isfinite(low).any() or np.isfinite(high).any()):
