@@ -1,26 +1,21 @@
 """What the families' own chat templates write of a call, the parser reads back.
 
-The templates are other people's and not in this repository: the environment variable
-GYMLLM_TEST_TEMPLATES names a folder of them, for example `models/templates` of llama.cpp.
+The templates are other people's and not in this repository: scripts/fetch_tokenizers.py fetches them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import jinja2
 import pytest
+from families import hub_templates
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import SandboxedEnvironment
 
 from gymllm import ToolCall
 from gymllm_agents import Said, make_parser
-
-FOLDER = os.environ.get("GYMLLM_TEST_TEMPLATES")
-pytestmark = pytest.mark.skipif(not FOLDER, reason="GYMLLM_TEST_TEMPLATES names no folder")
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -106,7 +101,7 @@ def _refuse(message: str) -> None:
 def test_what_a_template_writes_is_read_back(template, name, stop, cannot, wanted):
     if wanted in cannot.split():
         pytest.skip("not in this template")
-    source = (Path(FOLDER or "") / f"{template}.jinja").read_text(encoding="utf-8")
+    source = hub_templates()[template]
     arguments = ARGUMENTS if wanted == "many" else ARGUMENTS[:1]
     calls = [
         {
