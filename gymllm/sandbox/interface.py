@@ -107,6 +107,8 @@ class SandboxSpec:
     layers: tuple[Path, ...] = ()
     """Overlay layers over the base, the last on top, with overlayfs' marks for what was deleted."""
     mounts: tuple[Mount, ...] = ()
+    hidden: tuple[str, ...] = ()
+    """Folders of the system that are shown empty, where they exist; kind "local" alone can."""
     workdir: str = "/workspace"
     env: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     """Added to PATH, HOME, USER, LANG and TERM; nothing of the host's environment is seen."""

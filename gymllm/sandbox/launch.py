@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gymllm.errors import MissingExtraError, SandboxStartError
+from gymllm.errors import ConfigError, MissingExtraError, SandboxStartError
 from gymllm.sandbox.cgroups import Cgroups
 from gymllm.sandbox.interface import Limits, SandboxSpec
 from gymllm.sandbox.state import State
@@ -119,6 +119,10 @@ def launch(kind: str, spec: SandboxSpec, state: State, cgroups: Cgroups, control
         cgroups: What enforces limits; resource limits are set for the rest.
         control_fd: The supervisor's end of the control socket.
     """
+    if kind != "local":
+        for name in ("layers", "mounts", "hidden"):
+            if getattr(spec, name):
+                raise ConfigError(f"sandbox.{name}: only kind 'local' has them, not {kind!r}.")
     config: dict[str, object] = {
         "rlimits": _resource_limits(spec, cgroups),
         "harden": kind != "local",
@@ -205,6 +209,9 @@ def _bwrap(spec: SandboxSpec, state: State, config: dict[str, object], control_f
     for source in (spec.base or state.folder / "empty", *spec.layers):
         argv += ["--overlay-src", str(source.absolute())]
     argv += ["--overlay", str(mnt / "upper"), str(mnt / "work"), spec.workdir]
+    for path in spec.hidden:
+        if os.path.isdir(path):
+            argv += ["--ro-bind", str(state.folder / "empty"), path]
     for mount in spec.mounts:
         argv += ["--ro-bind", str(mount.source.absolute()), mount.target]
     argv += ["--remount-ro", "/", "--chdir", spec.workdir]
@@ -278,10 +285,13 @@ def limits_in_force(kind: str, spec: SandboxSpec, state: State, cgroups: Cgroups
     files = f"{spec.file_mb} MB: a tmpfs of that size"
     if kind == "unshare":
         lacks += ["a file system of its own: the host's files can be read, some may be written"]
-        lacks += ["overlays: the base is copied", "mounts"]
+        lacks += ["overlays: the base is copied", "mounts, hidden folders"]
     if kind == "unsafe-local":
         files = f"{spec.file_mb} MB a file: RLIMIT_FSIZE"
-        lacks += ["any isolation: commands can do all that you can", "overlays", "mounts"]
+        lacks += [
+            "any isolation: commands can do all that you can",
+            "overlays, mounts, hidden folders",
+        ]
     return Limits(
         memory=f"{spec.memory_mb} MB: {by}"
         if "memory" in cgroups.enforced

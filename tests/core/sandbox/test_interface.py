@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 import gymllm.sandbox
 from gymllm.errors import ConfigError
-from gymllm.sandbox import Output, SandboxSpec
+from gymllm.sandbox import Output, SandboxSpec, open_sandbox
 from gymllm.sandbox.output import Kept
 
 
@@ -27,6 +28,18 @@ def test_specs_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         SandboxSpec(base=tmp_path / "none")
     assert hash(SandboxSpec(env={"A": "b"})) == hash(SandboxSpec(env={"A": "b"}))
+
+
+@pytest.mark.asyncio
+async def test_hidden_folders_are_empty_and_others_refuse_to_hide() -> None:
+    folder = sysconfig.get_path("stdlib") + "/ensurepip"
+    code = f"ls {folder} | wc -l; ls {folder}/.. | wc -l"
+    async with await open_sandbox(SandboxSpec(hidden=(folder, "/usr/nowhere"))) as sandbox:
+        hidden, above = bytes((await sandbox.exec(["sh", "-c", code])).stdout).split()
+    assert hidden == b"0"
+    assert int(above) > 100
+    with pytest.raises(ConfigError, match=r"sandbox.hidden: only kind 'local'"):
+        await open_sandbox(SandboxSpec(hidden=(folder,)), "unshare")
 
 
 def test_import_gymllm_brings_no_sandbox() -> None:
