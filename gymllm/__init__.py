@@ -16,6 +16,7 @@
     sandbox/                a work tree and processes apart from everything else
     trajectory.py           what an episode leaves behind
     timeline/               every span of a run
+    tool_calls.py           calls of tools as actions of an environment; json_text.py: JSON as models write it
     registration.py, errors.py, testing/, play.py
 
 Importing it registers every installed environment with Gymnasium and brings neither JAX nor torch.
@@ -51,6 +52,11 @@ from gymllm.task import TaskSource as TaskSource
 from gymllm.team import Player as Player
 from gymllm.team import Team as Team
 from gymllm.timeline import Timeline as Timeline
+from gymllm.tool_calls import ToolCalls as ToolCalls
+from gymllm.tool_calls import ToolSchema as ToolSchema
+from gymllm.tool_calls import check_call as check_call
+from gymllm.tool_calls import read_calls as read_calls
+from gymllm.tool_calls import write_calls as write_calls
 from gymllm.trajectory import Ending as Ending
 from gymllm.trajectory import Group as Group
 from gymllm.trajectory import Trajectory as Trajectory
@@ -87,11 +93,16 @@ __all__ = [
     "Timeline",
     "TokenLedger",
     "ToolCall",
+    "ToolCalls",
+    "ToolSchema",
     "Trajectory",
     "Turn",
     "Unicode",
+    "check_call",
     "make",
+    "read_calls",
     "textify",
+    "write_calls",
 ]
 
 load_plugins()

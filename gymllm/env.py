@@ -9,7 +9,7 @@ stack of wrappers without ever blocking the pool's loop.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import gymnasium
@@ -19,6 +19,7 @@ from gymllm.bridge import HomeLoop, finish
 from gymllm.errors import ClosedError, EnvTypeError, UnknownNameError
 from gymllm.render import draw, show
 from gymllm.spaces import Image, Unicode, text_of
+from gymllm.tool_calls import ToolSchema
 
 T = TypeVar("T")
 
@@ -49,6 +50,11 @@ class Env(gymnasium.Env[str, str], ABC):
     execution: str = "inline"
     """Where a pool runs it unless its user says otherwise: "inline" for one that waits asynchronously or
     not at all, "thread" for one that blocks, "process" for one that computes, leaks or may crash."""
+
+    tools: Sequence[ToolSchema] = ()
+    """Not empty: its actions are calls of these, written and read by `gymllm.tool_calls`, whatever form the
+    agent's model has for them. JSON schemas as chat templates list them: {"type": "function", "function":
+    {"name", "description", "parameters"}}. Of the class or set by `__init__`: they stay the same."""
 
     _home: HomeLoop
     _running: bool

@@ -22,9 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gymllm.errors import ModelError
 from gymllm.message import Message, ToolCall
-
-ToolSchema = Mapping[str, object]
-"""A tool as templates list it: "type" is "function"; "function" has name, description, parameters."""
+from gymllm.tool_calls import ToolSchema as ToolSchema
 
 _PROBE = "gymllm_probe"
 _NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}, "required": []}

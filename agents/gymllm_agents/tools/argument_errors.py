@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 from pydantic import ValidationError
 
+from gymllm.tool_calls import MOST_PROBLEMS, shown_value, unknown_argument
 from gymllm_agents.tools.text import cut
-from gymllm_agents.tools.tool import unknown_argument
 
-MOST_PROBLEMS = 8
-LONGEST_VALUE = 80
 LONGEST_MESSAGE = 300
 
 
@@ -50,7 +47,9 @@ def argument_problems(
         if not lines[path]:
             all_said = " or ".join([said[0], *(s.removeprefix("must be ") for s in said[1:])])
             colon = "" if all_said.startswith("must be ") else ":"
-            lines[path] = f"the argument {path!r}{colon} {all_said}, got {_shown(given[path])}."
+            lines[path] = (
+                f"the argument {path!r}{colon} {all_said}, got {shown_value(given[path])}."
+            )
     shown = list(lines.values())[:MOST_PROBLEMS]
     if len(lines) > MOST_PROBLEMS:
         shown.append(f"{len(lines) - MOST_PROBLEMS} more problems.")
@@ -72,11 +71,3 @@ def _path(location: tuple[int | str, ...], arguments: object, *, missing: bool) 
         elif missing and index == len(location) - 1:
             path += f".{step}" if path else step
     return path
-
-
-def _shown(value: object) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        text = repr(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

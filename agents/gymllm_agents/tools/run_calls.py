@@ -10,8 +10,8 @@ import anyio.lowlevel
 
 from gymllm.message import ToolCall
 from gymllm.timeline import Timeline
+from gymllm.tool_calls import did_you_mean
 from gymllm_agents.parsers.said import UnreadableCall
-from gymllm_agents.tools.names import did_you_mean
 from gymllm_agents.tools.text import cut, without_surrogates
 from gymllm_agents.tools.tool import Tool, ToolResult
 

@@ -11,8 +11,8 @@ import anyio
 import anyio.lowlevel
 
 from gymllm.errors import ConfigError
+from gymllm.tool_calls import argument_problems, name_problems
 from gymllm_agents.chat_template import ToolSchema
-from gymllm_agents.tools.names import did_you_mean
 from gymllm_agents.tools.places import Places, run_in_thread
 from gymllm_agents.tools.text import as_error, as_text, cut, without_surrogates
 
@@ -25,15 +25,6 @@ ArgumentConverter = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 MOST_THREADS = 32
 """Threads that a sync tool without `max_concurrent` may have, those that hang included."""
-
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-}
 
 
 class ToolError(Exception):
@@ -70,8 +61,8 @@ class Tool:
     """Most calls at once, over all episodes. The others wait their turn, which no timeout counts. A
     thread that was left behind counts until it ends."""
     convert: ArgumentConverter | None = None
-    """None: names and top-level types are checked against `parameters`, and the function takes the
-    arguments as the model gave them."""
+    """None: names, types and "enum" are checked against `parameters`, nested objects aside, and the function
+    takes the arguments as the model gave them."""
     _is_async: bool = field(init=False, repr=False)
     _places: Places | None = field(init=False, repr=False, compare=False)
 
@@ -158,18 +149,10 @@ class Tool:
                 self._places.leave()
 
     def _checked(self, arguments: Mapping[str, object]) -> Mapping[str, object]:
-        """The arguments, if their names and top-level types are those of the schema."""
-        check_names(self.name, self.parameters, arguments)
-        properties = cast(Mapping[str, object], self.parameters.get("properties", {}))
-        for name, value in arguments.items():
-            described = properties.get(name)
-            expected: object = None
-            if isinstance(described, Mapping):
-                expected = cast(Mapping[str, object], described).get("type")
-            types = _JSON_TYPES.get(expected) if isinstance(expected, str) else None
-            wrong_bool = isinstance(value, bool) and expected != "boolean"
-            if types is not None and (wrong_bool or not isinstance(value, types)):
-                raise ToolError(f"the argument {name!r} of {self.name} must be of type {expected}.")
+        """The arguments, if they are what the schema asks for."""
+        problems = argument_problems(self.name, self.parameters, arguments)
+        if problems:
+            raise ToolError(problems)
         return arguments
 
 
@@ -179,21 +162,8 @@ def check_names(tool: str, parameters: ToolSchema, arguments: Mapping[str, objec
     Raises:
         ToolError: They are not.
     """
-    properties = cast(Mapping[str, object], parameters.get("properties", {}))
-    for name in cast(list[str], parameters.get("required", [])):
-        if name not in arguments:
-            raise ToolError(f"{tool} needs the argument {name!r}.")
-    if parameters.get("additionalProperties") or parameters.get("patternProperties"):
-        return
-    for name in arguments:
-        if name not in properties:
-            raise ToolError(unknown_argument(tool, name, list(properties)))
-
-
-def unknown_argument(tool: str, name: str, known: list[str]) -> str:
-    """Tells the model that a tool has no such argument."""
-    takes = ", ".join(known) or "none"
-    return f"{tool} has no argument {name!r}; it takes: {takes}.{did_you_mean(name, known)}"
+    if problems := name_problems(tool, parameters, arguments):
+        raise ToolError(" ".join(problems))
 
 
 class _Work:
