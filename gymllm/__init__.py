@@ -16,7 +16,7 @@
     sandbox/                a work tree and processes apart from everything else
     trajectory.py           what an episode leaves behind
     timeline/               every span of a run
-    tool_calls.py           calls of tools as actions of an environment; json_text.py: JSON as models write it
+    tool_calls.py           calls of tools as actions of an environment; json_text.py, clip.py
     registration.py, errors.py, testing/, play.py
 
 Importing it registers every installed environment with Gymnasium and brings neither JAX nor torch.

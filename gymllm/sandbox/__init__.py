@@ -1,8 +1,10 @@
 """Sandboxes: a work tree and the processes in it, apart from everything else on the host.
 
-    interface.py     what every kind can do: Sandbox, Shell, SandboxSpec, ExecResult, Snapshot, Limits
+    interface.py     what every kind can do: Sandbox, Shell, Terminal, SandboxSpec, ExecResult, Snapshot, Limits
     opening.py       open_sandbox(spec, kind); pool.py: SandboxPool, sandboxes made ahead
-    local.py         the host's side; shell.py: a bash that stays; output.py: reading, bounded
+    local.py         the host's side; shell.py: a bash that stays; terminal.py: a program on a terminal;
+                     output.py: reading, bounded
+    editor.py        Editor: view and change text files inside; clip.py: output made fit to be shown
     launch.py        how each kind starts: bubblewrap, unshare, nothing
     supervisor.py    process 1 inside of each
     seccomp.py, cgroups.py, layers.py, state.py   system calls, limits, snapshots, what must be undone
@@ -12,6 +14,8 @@
 
 from __future__ import annotations
 
+from gymllm.sandbox.clip import clean as clean
+from gymllm.sandbox.clip import clip as clip
 from gymllm.sandbox.interface import ExecResult as ExecResult
 from gymllm.sandbox.interface import FileEntry as FileEntry
 from gymllm.sandbox.interface import Limits as Limits
@@ -21,6 +25,7 @@ from gymllm.sandbox.interface import Sandbox as Sandbox
 from gymllm.sandbox.interface import SandboxSpec as SandboxSpec
 from gymllm.sandbox.interface import Shell as Shell
 from gymllm.sandbox.interface import Snapshot as Snapshot
+from gymllm.sandbox.interface import Terminal as Terminal
 from gymllm.sandbox.opening import UnsafeSandboxWarning as UnsafeSandboxWarning
 from gymllm.sandbox.opening import open_sandbox as open_sandbox
 from gymllm.sandbox.pool import SandboxPool as SandboxPool
@@ -36,6 +41,9 @@ __all__ = [
     "SandboxSpec",
     "Shell",
     "Snapshot",
+    "Terminal",
     "UnsafeSandboxWarning",
+    "clean",
+    "clip",
     "open_sandbox",
 ]

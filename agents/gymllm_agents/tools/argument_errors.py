@@ -7,8 +7,8 @@ from typing import cast
 
 from pydantic import ValidationError
 
+from gymllm.clip import clip
 from gymllm.tool_calls import MOST_PROBLEMS, shown_value, unknown_argument
-from gymllm_agents.tools.text import cut
 
 LONGEST_MESSAGE = 300
 
@@ -38,7 +38,7 @@ def argument_problems(
         else:
             said = message.removeprefix("Input should be ").removeprefix("Value error, ")
             said = f"must be {said}" if message.startswith("Input should be ") else said
-            said = cut(said, LONGEST_MESSAGE)
+            said = clip(said, LONGEST_MESSAGE)
             lines.setdefault(path, "")
             given[path] = problem["input"]
             if said not in expected.setdefault(path, []):

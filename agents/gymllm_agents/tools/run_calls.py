@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import anyio
 import anyio.lowlevel
 
+from gymllm.clip import clip
 from gymllm.message import ToolCall
 from gymllm.timeline import Timeline
 from gymllm.tool_calls import did_you_mean
 from gymllm_agents.parsers.said import UnreadableCall
-from gymllm_agents.tools.text import cut, without_surrogates
+from gymllm_agents.tools.text import without_surrogates
 from gymllm_agents.tools.tool import Tool, ToolResult
 
 LONGEST_NAME = 100
@@ -44,7 +45,7 @@ async def run_calls(
 
     async def run(index: int, call: ToolCall | UnreadableCall) -> None:
         on = track if index == 0 else f"{track} +{index}"
-        name = cut(call.name, LONGEST_NAME) or "unreadable"
+        name = clip(call.name, LONGEST_NAME) or "unreadable"
         with contextlib.nullcontext() if timeline is None else timeline.span(on, name):
             results[index] = await _run_call(tools, call)
 
@@ -60,7 +61,7 @@ async def _run_call(tools: Mapping[str, Tool], call: ToolCall | UnreadableCall) 
     await anyio.lowlevel.checkpoint()
     if isinstance(call, UnreadableCall):
         return ToolResult(text=without_surrogates(f"Error: {call.problem}"), failed=True)
-    name = without_surrogates(cut(call.name, LONGEST_NAME))
+    name = without_surrogates(clip(call.name, LONGEST_NAME))
     known = ", ".join(tools) or "none"
     hint = did_you_mean(name, tools)
     return ToolResult(

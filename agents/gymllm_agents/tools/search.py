@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from gymllm.clip import clip
 from gymllm.errors import ConfigError
-from gymllm_agents.tools.text import cut
 from gymllm_agents.tools.tool import Tool, ToolError
 
 MOST_WORDS = 32
@@ -151,7 +151,7 @@ class _Index:
                 (match, k),
             ).fetchall()
         if not rows:
-            return f"Nothing found for: {cut(' '.join(words), 200)}"
+            return f"Nothing found for: {clip(' '.join(words), 200)}"
         return "\n\n".join(f"{file}:{line}\n{text}" for file, line, text in rows)
 
 

@@ -10,11 +10,12 @@ from typing import cast
 import anyio
 import anyio.lowlevel
 
+from gymllm.clip import clip
 from gymllm.errors import ConfigError
 from gymllm.tool_calls import argument_problems, name_problems
 from gymllm_agents.chat_template import ToolSchema
 from gymllm_agents.tools.places import Places, run_in_thread
-from gymllm_agents.tools.text import as_error, as_text, cut, without_surrogates
+from gymllm_agents.tools.text import as_error, as_text, without_surrogates
 
 ToolFunction = Callable[[Mapping[str, object]], object]
 """Takes the arguments by name, already checked; returns the result or, if async, an awaitable of it.
@@ -119,7 +120,7 @@ class Tool:
             raise
         except BaseException as error:
             text, failed = f"Error: {as_error(error)}", True
-        return ToolResult(text=cut(without_surrogates(text), self.max_result_chars), failed=failed)
+        return ToolResult(text=clip(without_surrogates(text), self.max_result_chars), failed=failed)
 
     async def _told(self, arguments: Mapping[str, object]) -> str:
         converted = self._checked(arguments) if self.convert is None else self.convert(arguments)

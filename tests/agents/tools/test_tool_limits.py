@@ -12,9 +12,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from gymllm.clip import clip
 from gymllm.errors import ConfigError
 from gymllm_agents import Tool
-from gymllm_agents.tools import text
 from gymllm_agents.tools.places import Places
 
 NOTHING = {"type": "object", "properties": {}, "required": []}
@@ -309,7 +309,7 @@ async def test_errors_are_cut_as_results_are():
 )
 def test_no_character_is_cut_in_two(character):
     for most in range(1, 40):
-        shown = text.cut(character * 30, most)
+        shown = clip(character * 30, most)
         head, _, *tail = shown.split("\n")
         assert head == character * (len(head) // len(character))
         assert "".join(tail) == character * (len("".join(tail)) // len(character))
@@ -318,7 +318,7 @@ def test_no_character_is_cut_in_two(character):
 
 
 def test_a_text_of_nothing_but_accents_is_cut_all_the_same():
-    assert len(text.cut("\u0301" * 10_000, 100)) < 250
+    assert len(clip("\u0301" * 10_000, 100)) < 250
 
 
 def test_max_concurrent_must_be_positive():
