@@ -6,6 +6,7 @@ one name in an open folder and follows no link, and pipes and sockets are never 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import suppress
@@ -17,33 +18,48 @@ _CHUNK = 1 << 20
 _MARKS = ("user.overlay.opaque", "user.overlay.whiteout", "user.overlay.whiteouts")
 
 
-def copy_layer(source: Path, target: Path) -> None:
+def copy_layer(source: Path, target: Path, *, max_bytes: int | None = None) -> None:
     """Copies a tree, links as links, devices only where they mark a deletion.
 
     Args:
         source: The upper folder.
         target: A folder that doesn't exist yet.
+        max_bytes: Most that is copied, each name counting for 1 KB beside what is in it.
 
     Raises:
-        OSError: The disk is full, a file is unreadable.
+        OSError: The disk is full, a file is unreadable; EFBIG: there is more than `max_bytes`.
     """
     target.mkdir(mode=0o755)
     top, copied = os.open(source, _FOLDER), os.open(target, _FOLDER)
     try:
-        _copy_folder(top, copied)
+        _copy_folder(top, copied, _Room(max_bytes))
     finally:
         os.close(top)
         os.close(copied)
 
 
-def _copy_folder(source: int, target: int) -> None:
+class _Room:
+    """How much may still be copied."""
+
+    def __init__(self, size_bytes: int | None) -> None:
+        self._left = size_bytes
+
+    def take(self, size_bytes: int) -> None:
+        if self._left is not None:
+            self._left -= size_bytes
+            if self._left < 0:
+                raise OSError(errno.EFBIG, "more was written than may be copied")
+
+
+def _copy_folder(source: int, target: int, room: _Room) -> None:
     _copy_marks(source, target)
     for name in os.listdir(source):
         with suppress(FileNotFoundError):  # gone meanwhile
-            _copy_entry(source, target, name, os.lstat(name, dir_fd=source))
+            _copy_entry(source, target, name, os.lstat(name, dir_fd=source), room)
 
 
-def _copy_entry(source: int, target: int, name: str, found: os.stat_result) -> None:
+def _copy_entry(source: int, target: int, name: str, found: os.stat_result, room: _Room) -> None:
+    room.take(1024)
     kind = stat.S_IFMT(found.st_mode)
     if kind == stat.S_IFDIR:
         below = os.open(name, _FOLDER, dir_fd=source)
@@ -51,7 +67,7 @@ def _copy_entry(source: int, target: int, name: str, found: os.stat_result) -> N
             os.mkdir(name, 0o700, dir_fd=target)
             copied = os.open(name, _FOLDER, dir_fd=target)
             try:
-                _copy_folder(below, copied)
+                _copy_folder(below, copied, room)
                 os.fchmod(copied, stat.S_IMODE(found.st_mode))
                 os.utime(copied, ns=(found.st_atime_ns, found.st_mtime_ns))
             finally:
@@ -59,7 +75,7 @@ def _copy_entry(source: int, target: int, name: str, found: os.stat_result) -> N
         finally:
             os.close(below)
     elif kind == stat.S_IFREG:
-        _copy_file(source, target, name)
+        _copy_file(source, target, name, room)
     elif kind == stat.S_IFLNK:
         os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
     elif kind == stat.S_IFCHR and found.st_rdev == 0:
@@ -68,7 +84,7 @@ def _copy_entry(source: int, target: int, name: str, found: os.stat_result) -> N
         os.mkfifo(name, stat.S_IMODE(found.st_mode), dir_fd=target)
 
 
-def _copy_file(source: int, target: int, name: str) -> None:
+def _copy_file(source: int, target: int, name: str, room: _Room) -> None:
     fd = os.open(name, _FILE, dir_fd=source)
     try:
         found = os.fstat(fd)
@@ -78,6 +94,7 @@ def _copy_file(source: int, target: int, name: str) -> None:
         copied = os.open(name, flags, 0o600, dir_fd=target)
         try:
             left = found.st_size
+            room.take(left)
             while left > 0 and (sent := os.sendfile(copied, fd, None, min(left, _CHUNK))):
                 left -= sent
             _copy_marks(fd, copied)

@@ -150,3 +150,12 @@ async def test_layers_and_read_only_mounts(base: Path, tmp_path: Path) -> None:
         shown = await said(sandbox, script)
     assert shown.startswith("/repo/here\ntwob\nmountedgiven\n")
     assert "Read-only" in shown
+
+
+async def test_a_snapshot_takes_no_more_than_it_may(sandbox: LocalSandbox) -> None:
+    await sandbox.exec(["sh", "-c", "head -c 300000 /dev/zero >big; truncate -s 90M hole"])
+    with pytest.raises(SandboxFileError) as caught:
+        await sandbox.snapshot(max_bytes=200_000)
+    assert caught.value.errno == errno.EFBIG
+    await sandbox.exec(["rm", "hole", "big"])
+    (await sandbox.snapshot(max_bytes=200_000)).discard()
