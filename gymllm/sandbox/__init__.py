@@ -1,6 +1,6 @@
 """Sandboxes: a work tree and the processes in it, apart from everything else on the host.
 
-    interface.py     what every kind can do: Sandbox, Shell, Terminal, SandboxSpec, ExecResult, Snapshot, Limits
+    interface.py     what every kind can do: Sandbox, Shell, Terminal, SandboxSpec, ExecResult, Limits, ...
     opening.py       open_sandbox(spec, kind); pool.py: SandboxPool, sandboxes made ahead
     local.py         the host's side; shell.py: a bash that stays; terminal.py: a program on a terminal;
                      output.py: reading, bounded

@@ -19,6 +19,7 @@ MAX_OUTPUT_BYTES = 64 * 1024
 """Kept of each stream, half from its head and half from its tail, unless a call says otherwise."""
 MAX_FILE_BYTES = 16 * 1024 * 1024
 """Most that `read` returns, unless a call says otherwise."""
+TERMINAL_PROGRAM = ("bash", "--noprofile", "--norc", "-i")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +182,46 @@ class Shell(Protocol):
         ...
 
 
+class Terminal(Protocol):
+    """A program on a terminal of its own: what is typed goes in, what it draws comes out, as bytes."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the program has ended, or its sandbox is gone."""
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the program; None while it runs. Negative: the signal that ended it."""
+        ...
+
+    async def send(self, data: bytes, *, timeout_s: float = 2.0) -> int:
+        """Types; returns how many bytes were taken within the time. A program may read nothing.
+
+        Raises:
+            SandboxDiedError: The terminal was closed, or its sandbox is gone.
+        """
+        ...
+
+    async def receive(self, timeout_s: float, *, max_bytes: int = MAX_OUTPUT_BYTES) -> bytes:
+        """What it has written since, as soon as there is anything; empty after the time or its end.
+
+        What isn't read stays with the program: once some kilobytes wait, it does, too.
+
+        Raises:
+            SandboxDiedError: The terminal was closed, or its sandbox is gone.
+        """
+        ...
+
+    async def resize(self, columns: int, rows: int) -> None:
+        """Changes the window; the program hears of it (SIGWINCH)."""
+        ...
+
+    async def aclose(self) -> None:
+        """Kills the program, with what it runs."""
+        ...
+
+
 class Sandbox(Protocol):
     """A work tree and the processes in it, apart from everything else. Close it, or use `async with`."""
 
@@ -228,6 +269,26 @@ class Sandbox(Protocol):
 
     async def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None) -> Shell:
         """Starts a persistent bash. Closing the sandbox closes it."""
+        ...
+
+    async def terminal(
+        self,
+        argv: Sequence[str | bytes] = TERMINAL_PROGRAM,
+        *,
+        columns: int = 80,
+        rows: int = 24,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Terminal:
+        """Starts a program on a terminal. Closing the sandbox closes it.
+
+        Args:
+            argv: Program and arguments; an interactive bash.
+            columns: Of the window, 1 to 1000.
+            rows: Of the window, 1 to 1000.
+            cwd: Directory; `workdir` if None.
+            env: Variables over those of the spec. TERM is "linux" unless it is among these.
+        """
         ...
 
     async def read(self, path: str, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:

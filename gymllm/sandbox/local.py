@@ -11,9 +11,11 @@ descriptors, and the supervisor kills what belonged to them.
 from __future__ import annotations
 
 import errno
+import functools
 import marshal
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,6 +42,7 @@ from gymllm.sandbox.cgroups import Cgroups, make_cgroups
 from gymllm.sandbox.interface import (
     MAX_FILE_BYTES,
     MAX_OUTPUT_BYTES,
+    TERMINAL_PROGRAM,
     ExecResult,
     FileEntry,
     Limits,
@@ -51,6 +54,7 @@ from gymllm.sandbox.layers import copy_layer
 from gymllm.sandbox.output import Poller, Reader
 from gymllm.sandbox.shell import LocalShell
 from gymllm.sandbox.state import state
+from gymllm.sandbox.terminal import LocalTerminal, window_size
 
 START_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 2.0
@@ -68,7 +72,7 @@ class LocalSandbox:
         """What it runs on: the spec's tree, or a snapshot's."""
         self._running: Running | None = None
         self._closed = False
-        self._shells: list[LocalShell] = []
+        self._shells: list[LocalShell | LocalTerminal] = []
 
     async def start(self) -> None:
         """Starts it; cleans up if that fails or is cancelled."""
@@ -120,6 +124,21 @@ class LocalSandbox:
         await shell.restart()
         self._shells = [old for old in self._shells if old.alive] + [shell]
         return shell
+
+    async def terminal(
+        self,
+        argv: Sequence[str | bytes] = TERMINAL_PROGRAM,
+        *,
+        columns: int = 80,
+        rows: int = 24,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> LocalTerminal:
+        request = self.request("terminal", cwd=cwd, env={"TERM": "linux", **(env or {})})
+        terminal = LocalTerminal(self)
+        await terminal.start(request | {"size": window_size(columns, rows)}, argv)
+        self._shells = [old for old in self._shells if old.alive] + [terminal]
+        return terminal
 
     async def read(self, path: str, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         return await self._file("read", path, b"", max_bytes, {"most": max_bytes})

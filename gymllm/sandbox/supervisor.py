@@ -7,8 +7,9 @@ kills everything else in its process namespace.
 
 From the host, one message a job: a memory file with the marshalled `Request`, the job's descriptors and its
 socket. On the job's socket: b"k" kills it, and so does closing it; b"i", b"K" and b"e" end a shell's command
-(see `interrupt`). To the host: b"p" and, for a shell, the file that lists its children; b"x" and its status;
-b"f" and an error's number if there can be no process; b"e" when `interrupt` has killed all.
+(see `interrupt`). To the host: b"p" and, for a shell, the file that lists its children; b"t" and a terminal's
+master; b"x" and its status; b"f" and an error's number if there can be no process; b"e" when `interrupt` has
+killed all.
 """
 
 # ruff: noqa: SIM105 - importing contextlib takes as long as starting
@@ -41,6 +42,7 @@ else:
         path: bytes
         most: int
         mode: int
+        size: bytes
 
     class Config(TypedDict):
         """What the host tells us at the start."""
@@ -57,6 +59,7 @@ else:
     Table = dict[int, tuple[int, int, int, bytes]]
 
 SIGKILL, SIGINT = 9, 2
+TIOCSCTTY, TIOCSWINSZ = 0x540E, 0x5414
 STDIO = (0, 1, 2, 253, 254)
 """What a job's descriptors become: the usual three, then a shell's marks and its commands' output."""
 _DIR = 0o040000
@@ -138,12 +141,17 @@ class Supervisor:
                 # bash keeps a terminal's modes for its jobs; one that nobody reads stops its complaints.
                 master, slave = os.openpty()
                 stdio.insert(2, slave)
+            elif request["op"] == "terminal":
+                # Opened here, for it to have a name in here.
+                master, slave = os.openpty()
+                stdio = [slave]
+                fcntl.ioctl(master, TIOCSWINSZ, request["size"])
             pid = os.fork()
         except OSError as error:  # the sandbox is full of processes
             channel.send(b"f" + str(error.errno).encode())
             pid = -1
         if pid == 0:
-            self.child(request, stdio)
+            self.child(request, stdio * 3 if request["op"] == "terminal" else stdio)
         for fd in stdio:
             os.close(fd)
         if pid < 0:
@@ -156,6 +164,8 @@ class Supervisor:
         self.poll.register(channel.fileno(), select.POLLIN)
         if request["op"] == "shell":
             job.tell_children()
+        elif request["op"] == "terminal":
+            job.hand_over_terminal()
         return True
 
     def child(self, request: Request, stdio: list[int]) -> NoReturn:
@@ -173,6 +183,8 @@ class Supervisor:
                 os.dup2(fd, number)
             if request["op"] in FILE_OPERATIONS:
                 os._exit(_file_operation(request, self.config))
+            if request["op"] == "terminal":
+                fcntl.ioctl(0, TIOCSCTTY, 0)
             name = request["cwd"]
             os.chdir(name)
             name = request["argv"][0]
@@ -289,9 +301,21 @@ class Job:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return
-        packed = fd.to_bytes(4, sys.byteorder)
-        self.channel.sendmsg([b"p"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
+        self.send_fd(b"p", fd)
         os.close(fd)
+
+    def hand_over_terminal(self) -> None:
+        """We keep none of it: its program shall see the end when the host closes it."""
+        self.send_fd(b"t", self.master)
+        os.close(self.master)
+        self.master = -1
+
+    def send_fd(self, word: bytes, fd: int) -> None:
+        packed = fd.to_bytes(4, sys.byteorder)
+        try:
+            self.channel.sendmsg([word], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
+        except OSError:  # the host has gone on: `serve` hears of it
+            pass
 
     def close(self) -> None:
         self.channel.close()
