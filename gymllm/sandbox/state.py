@@ -97,7 +97,7 @@ def reap(root: Path) -> list[Path]:
     """Undoes what owners that are gone have left. Returns their folders, which are gone now, too."""
     gone: list[Path] = []
     for folder in root.iterdir():
-        if not _is_alive(folder.name):
+        if not is_alive(folder.name):
             for note in sorted((folder / "noted").glob("*")):
                 with suppress(OSError):
                     _undo(note.read_text())
@@ -109,7 +109,7 @@ def reap(root: Path) -> list[Path]:
 def _undo(noted: str) -> None:
     for line in noted.splitlines():
         kind, _, value = line.partition(" ")
-        if kind == "pid" and _is_alive(value):
+        if kind == "pid" and is_alive(value):
             with suppress(OSError, ValueError):
                 os.kill(int(value.partition("-")[0]), signal.SIGKILL)
         elif kind == "cgroup":
@@ -125,7 +125,8 @@ def owner_name(pid: int) -> str:
     return f"{pid}-{start_time(pid)}"
 
 
-def _is_alive(name: str) -> bool:
+def is_alive(name: str) -> bool:
+    """Whether the process of this `owner_name` lives."""
     pid, _, started = name.partition("-")
     return pid.isdigit() and str(start_time(int(pid))) == started
 
