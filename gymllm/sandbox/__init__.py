@@ -15,7 +15,8 @@
 from __future__ import annotations
 
 from gymllm.sandbox.clip import clean as clean
-from gymllm.sandbox.clip import clip as clip
+from gymllm.sandbox.editor import EditError as EditError
+from gymllm.sandbox.editor import Editor as Editor
 from gymllm.sandbox.interface import ExecResult as ExecResult
 from gymllm.sandbox.interface import FileEntry as FileEntry
 from gymllm.sandbox.interface import Limits as Limits
@@ -31,6 +32,8 @@ from gymllm.sandbox.opening import open_sandbox as open_sandbox
 from gymllm.sandbox.pool import SandboxPool as SandboxPool
 
 __all__ = [
+    "EditError",
+    "Editor",
     "ExecResult",
     "FileEntry",
     "Limits",
@@ -44,6 +47,5 @@ __all__ = [
     "Terminal",
     "UnsafeSandboxWarning",
     "clean",
-    "clip",
     "open_sandbox",
 ]

@@ -1,4 +1,4 @@
-"""What commands write, made fit to be shown to a model or a person: `clean` and `clip`."""
+"""What commands write and files hold, made fit to be shown to a model or a person."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ def clean(data: bytes) -> str:
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
     if "\r" in text:
         text = "\n".join(_last_state(line) if "\r" in line else line for line in text.split("\n"))
-    return _UNSEEN.sub(_spelt, _ESCAPES.sub("", text))
+    return spell_out(_ESCAPES.sub("", text))
+
+
+def spell_out(text: str) -> str:
+    r"""The text with what nobody sees, but for tabs and line feeds, written as `\x1b` or `\u202e`."""
+    return _UNSEEN.sub(_spelt, text)
 
 
 def _last_state(line: str) -> str:
