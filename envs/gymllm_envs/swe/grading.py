@@ -1,0 +1,285 @@
+"""What a patch is worth: hidden tests in a fresh sandbox, on a tree that the host has put together.
+
+    Changes (files, nothing else) ── layer over the faulty package, its tests as released, with canaries
+        ── judge.py, in a sandbox of its own ── worker.py: pytest and the graded code
+        ── report ── Verdict
+
+A verdict of 0 is the patch's fault. What is the fault of the machine raises, and the episode has failed. To
+tell them apart, when a run brings its own sandbox down, the same is tried without the patch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+from anyio import to_thread
+
+from gymllm.errors import SandboxDiedError, SandboxError
+from gymllm.sandbox import Mount, Sandbox, open_sandbox
+from gymllm_envs.swe.canaries import add_canaries, all_copies
+from gymllm_envs.swe.changes import Changes, patch_of, write_layer
+from gymllm_envs.swe.making.running import interpreter_name
+from gymllm_envs.swe.patching import apply_patch
+from gymllm_envs.swe.task import SweTask
+from gymllm_envs.swe.trees import WORKDIR, TaskTree, prepare
+
+INSIDE = "/opt/gymllm/grade"
+_MOST_REPORT_BYTES = 16 << 20
+_LIMITS = {"memory_mb": 2048, "pids": 128, "file_mb": 256}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What hidden tests say of a patch."""
+
+    resolved: bool
+    """All that failed pass, all that passed still do, and nothing was tampered with."""
+    fail_to_pass: Mapping[str, str]
+    """Test to "passed", "failed", "skipped" or "missing"."""
+    pass_to_pass: Mapping[str, str]
+    messages: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What tests that failed said."""
+    tampered: str = ""
+    """Not empty: how the patch was caught forging."""
+    reason: str = ""
+    """Not empty: why it is not resolved, in a sentence."""
+    patch: str = ""
+    """What was graded, as a unified diff."""
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Changed paths that don't count, and why."""
+    wall_s: float = 0.0
+
+    def reward(self, *, partial: bool = False) -> float:
+        """1 if it is resolved, else 0; or, with `partial`, mended tests' share times kept ones'."""
+        if self.resolved or not partial or self.tampered:
+            return float(self.resolved)
+        return _share(self.fail_to_pass) * _share(self.pass_to_pass)
+
+
+def _share(results: Mapping[str, str]) -> float:
+    return sum(r == "passed" for r in results.values()) / len(results) if results else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What a judge reported."""
+
+    results: Mapping[str, str]
+    messages: Mapping[str, str]
+    tampered: str
+    ended: str
+
+
+def gold_changes(task: SweTask, made: TaskTree) -> Changes:
+    """What the task's own patch changes.
+
+    Raises:
+        PatchError: It doesn't fit.
+    """
+    files = apply_patch(task.patch, made.given.text)
+    return Changes(files={p: None if t is None else t.encode() for p, t in files.items()})
+
+
+async def grade(task: SweTask, changes: Changes, *, rng: random.Random | None = None) -> Verdict:
+    """Grades a patch.
+
+    Args:
+        task: From a source distribution.
+        changes: As `read_changes` has them, or `gold_changes`.
+        rng: Draws the canaries; by default nobody can know which.
+
+    Raises:
+        SandboxError: The tests could not be run, whatever the patch.
+    """
+    began = time.monotonic()
+    made = await prepare(task)
+    rng = rng or random.SystemRandom()
+    if changes.refused:
+        run = _Run(results={}, messages={}, tampered="", ended=changes.refused)
+        return _verdict(task, changes, made, run, (), began)
+    files = _test_files(task)
+    layer: dict[str, bytes | None] = dict(changes.files)
+    names: list[str] = []
+    for file in files:
+        source = made.faulty.text(file)
+        if source is None:
+            raise SandboxError(f"task {task.id} names tests in {file}, which {task.sdist} hasn't.")
+        copied = [test for test in task.canaries if test.partition("::")[0] == file]
+        with_canaries = add_canaries(file, source, copied, rng)
+        layer[file] = with_canaries.source.encode()
+        names += with_canaries.names
+    run = await _run(task, made, layer, files, names, rng.randrange(2**32))
+    return _verdict(task, changes, made, run, names, began)
+
+
+def _test_files(task: SweTask) -> list[str]:
+    tests = (*task.fail_to_pass, *task.pass_to_pass)
+    return list(dict.fromkeys(test.partition("::")[0] for test in tests))
+
+
+def _verdict(
+    task: SweTask,
+    changes: Changes,
+    made: TaskTree,
+    run: _Run,
+    canaries: Sequence[str],
+    began: float,
+) -> Verdict:
+    f2p = {test: run.results.get(test, "missing") for test in task.fail_to_pass}
+    p2p = {test: run.results.get(test, "missing") for test in task.pass_to_pass}
+    tampered = run.tampered
+    # One that is missing says nothing: the graded code may have brought the file's import down.
+    if passed := [name for name in canaries if run.results.get(name) in {"passed", "skipped"}]:
+        tampered = tampered or f"a test that must fail did not: {run.results[passed[0]]}"
+    everything = [*f2p.values(), *p2p.values()]
+    all_passed = bool(everything) and all(result == "passed" for result in everything)
+    if all_passed and not tampered:
+        failed = [name for name in canaries if run.results.get(name) == "failed"]
+        if len(failed) < len(canaries):
+            tampered = "tests that must fail were not run"
+    reason = ""
+    if changes.refused:
+        reason = changes.refused
+    elif tampered:
+        reason = f"tampered with: {tampered}"
+    elif not all_passed:
+        still = sum(result != "passed" for result in f2p.values())
+        broken = sum(result != "passed" for result in p2p.values())
+        reason = f"{still} of {len(f2p)} tests still fail, {broken} of {len(p2p)} others are broken"
+        if run.ended != "done":
+            reason += f" ({run.ended})"
+    return Verdict(
+        resolved=all_passed and not tampered,
+        fail_to_pass=f2p,
+        pass_to_pass=p2p,
+        messages={t: m for t, m in run.messages.items() if (t in f2p or t in p2p) and m},
+        tampered=tampered,
+        reason=reason,
+        patch=patch_of(changes, made.given),
+        left_out=changes.left_out,
+        wall_s=time.monotonic() - began,
+    )
+
+
+async def _run(
+    task: SweTask,
+    made: TaskTree,
+    layer: Mapping[str, bytes | None],
+    files: Sequence[str],
+    canaries: Sequence[str],
+    seed: int,
+) -> _Run:
+    order: dict[str, object] = {
+        "files": list(files),
+        "tests": [*task.fail_to_pass, *task.pass_to_pass, *canaries],
+        "canaries": list(canaries),
+        "seed": seed,
+        "root": WORKDIR,
+        "python_path": list(made.python_path),
+        "pytest_args": list(made.package.pytest_arguments),
+        "timeout_s": task.timeout_s,
+    }
+    run = await _judged(made, layer, order)
+    if run is None or run.ended == "timeout":
+        # Once more, with more time: others may have kept the machine busy.
+        order["timeout_s"] = 2 * task.timeout_s
+        again = await _judged(made, layer, order)
+        if again is None:
+            tests = {file: layer[file] for file in files}
+            if await _judged(made, tests, order) is None:
+                raise SandboxError(
+                    f"The tests of task {task.id} can't be run here, with or without a patch: the "
+                    "sandbox goes down. See its limits of memory and processes."
+                )
+            return _Run(results={}, messages={}, tampered="", ended="its sandbox went down")
+        return again
+    return run
+
+
+async def _judged(
+    made: TaskTree, layer: Mapping[str, bytes | None], order: Mapping[str, object]
+) -> _Run | None:
+    """One run of the judge; None if its sandbox broke meanwhile.
+
+    Raises:
+        SandboxError: pytest didn't start, before there was any graded code.
+    """
+    folder = Path(await to_thread.run_sync(lambda: tempfile.mkdtemp(prefix="gymllm-graded-")))
+    try:
+        graded = folder / "layer"
+        await to_thread.run_sync(write_layer, layer, graded)
+        inside = Mount(source=Path(__file__).with_name("inside"), target=INSIDE)
+        spec = made.spec(made.bug, graded, mounts=(inside,), **_LIMITS)
+        async with await open_sandbox(spec) as sandbox:
+            try:
+                done = await sandbox.exec(
+                    [interpreter_name(), "-I", "-S", "-B", f"{INSIDE}/judge.py"],
+                    input=json.dumps(order).encode(),
+                    timeout_s=cast(float, order["timeout_s"]) + 30,
+                    max_output_bytes=_MOST_REPORT_BYTES,
+                )
+                log = await _log(sandbox) if b'"ready": true' not in done.stdout.head[:99] else ""
+            except SandboxDiedError:
+                return None
+    finally:
+        await to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
+    lines = bytes(done.stdout).splitlines()
+    if not lines or json.loads(lines[0]) != {"ready": True}:
+        said = bytes(done.stderr).decode(errors="replace")[-1000:]
+        raise SandboxError(f"pytest could not be started to grade: {log}{said}".strip())
+    if len(lines) < 2:  # the judge was killed, for want of memory or by the graded code
+        return None
+    return _read_report(cast("dict[str, object]", json.loads(lines[1])))
+
+
+def _read_report(report: dict[str, object]) -> _Run:
+    results = cast("dict[str, dict[str, str]]", report["results"])
+    ended = cast(str, report["ended"])
+    # pytest's own statuses for tests that failed, as canaries do.
+    return _Run(
+        results={test: one["outcome"] for test, one in results.items()},
+        messages={test: one["message"] for test, one in results.items()},
+        tampered=cast(str, report["tampered"]),
+        ended="done" if ended in {"exit 0", "exit 1"} else ended,
+    )
+
+
+async def _log(sandbox: Sandbox) -> str:
+    try:
+        return (await sandbox.read("/tmp/worker.log")).decode(errors="replace")[-2000:]
+    except (SandboxError, OSError):
+        return ""
+
+
+async def working_canaries(task: SweTask) -> tuple[str, ...]:
+    """Those of the task's F2P tests whose copies all fail on the mended tree: they can be canaries.
+
+    Raises:
+        SandboxError: The tests could not be run.
+    """
+    made = await prepare(task)
+    layer: dict[str, bytes | None] = dict(gold_changes(task, made).files)
+    copies: dict[str, list[str]] = {}
+    files = _test_files(task)
+    for file in files:
+        source = made.faulty.text(file) or ""
+        tests = [test for test in task.fail_to_pass if test.partition("::")[0] == file]
+        text, names = all_copies(source, tests)
+        layer[file] = text.encode()
+        copies |= names
+    wanted = [name for names in copies.values() for name in names]
+    trial = replace(task, pass_to_pass=tuple(wanted))
+    run = await _run(trial, made, layer, files, (), 0)
+    return tuple(
+        test
+        for test, names in copies.items()
+        if all(run.results.get(name) == "failed" for name in names)
+    )
