@@ -99,7 +99,7 @@ class TextFile:
 
 
 def _closest(wanted: str, lines: list[str]) -> list[str]:
-    """The likeliest by their letters, compared: `difflib.get_close_matches` takes seconds for a large file."""
+    """The likeliest by their letters, compared; `get_close_matches` takes seconds for a large file."""
     matcher = difflib.SequenceMatcher(a="", b=wanted, autojunk=False)
 
     def likeness(line: str, measure: Callable[[], float]) -> float:
