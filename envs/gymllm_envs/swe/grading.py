@@ -105,7 +105,7 @@ async def grade(task: SweTask, changes: Changes, *, rng: random.Random | None = 
     if changes.refused:
         run = _Run(results={}, messages={}, tampered="", ended=changes.refused)
         return _verdict(task, changes, made, run, (), began)
-    files = _test_files(task)
+    files = test_files(task)
     layer: dict[str, bytes | None] = dict(changes.files)
     names: list[str] = []
     for file in files:
@@ -120,7 +120,8 @@ async def grade(task: SweTask, changes: Changes, *, rng: random.Random | None = 
     return _verdict(task, changes, made, run, names, began)
 
 
-def _test_files(task: SweTask) -> list[str]:
+def test_files(task: SweTask) -> list[str]:
+    """The files that hold a task's tests, from the tree's root."""
     tests = (*task.fail_to_pass, *task.pass_to_pass)
     return list(dict.fromkeys(test.partition("::")[0] for test in tests))
 
@@ -268,7 +269,7 @@ async def working_canaries(task: SweTask) -> tuple[str, ...]:
     made = await prepare(task)
     layer: dict[str, bytes | None] = dict(gold_changes(task, made).files)
     copies: dict[str, list[str]] = {}
-    files = _test_files(task)
+    files = test_files(task)
     for file in files:
         source = made.faulty.text(file) or ""
         tests = [test for test in task.fail_to_pass if test.partition("::")[0] == file]

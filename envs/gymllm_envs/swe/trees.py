@@ -76,13 +76,22 @@ class TaskTree:
         """The whole package with the bug, all tests included."""
         return Merged(self.base, (self.bug,))
 
-    def spec(self, *layers: Path, mounts: tuple[Mount, ...] = (), **limits: float) -> SandboxSpec:
+    def spec(
+        self,
+        *layers: Path,
+        mounts: tuple[Mount, ...] = (),
+        memory_mb: int = 2048,
+        pids: int = 256,
+        file_mb: int = 512,
+    ) -> SandboxSpec:
         """A sandbox with the tree, pytest, and no installed package beside it.
 
         Args:
             layers: Over the released package.
             mounts: More of them.
-            limits: Of `SandboxSpec`.
+            memory_mb: As in `SandboxSpec`.
+            pids: As there.
+            file_mb: As there.
         """
         path = [SITE, *(f"{WORKDIR}/{part}".rstrip("/") for part in self.python_path)]
         return SandboxSpec(
@@ -98,7 +107,9 @@ class TaskTree:
                 "PAGER": "cat",
                 "GIT_PAGER": "cat",
             },
-            **limits,  # pyright: ignore[reportArgumentType]  # all of them are numbers
+            memory_mb=memory_mb,
+            pids=pids,
+            file_mb=file_mb,
         )
 
     @property

@@ -1,0 +1,110 @@
+"""Where a task is worked on: a sandbox with its tree, and what comes of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Protocol
+
+import anyio
+from anyio import to_thread
+from anyio.lowlevel import RunVar
+
+from gymllm.errors import ConfigError, SandboxFileError
+from gymllm.sandbox import Sandbox, open_sandbox
+from gymllm_envs.swe.changes import Changes, read_changes
+from gymllm_envs.swe.grading import Verdict, grade, test_files
+from gymllm_envs.swe.task import SweTask
+from gymllm_envs.swe.trees import TaskTree, prepare
+
+MAX_WRITTEN_BYTES = 64 << 20
+"""Most that may have been written below the tree, what doesn't count included."""
+
+_grading: RunVar[anyio.CapacityLimiter] = RunVar("gymllm_swe_grading")
+
+
+class Place(Protocol):
+    """A task's sandbox."""
+
+    @property
+    def sandbox(self) -> Sandbox: ...
+
+    async def submit(self) -> Verdict:
+        """Takes what was changed, closes the sandbox, and has it graded.
+
+        Raises:
+            SandboxError: It could not be graded; that says nothing of what was changed.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class SdistPlace:
+    """A tree from a source distribution, in a local sandbox."""
+
+    def __init__(self, task: SweTask, made: TaskTree, sandbox: Sandbox) -> None:
+        self._task, self._made, self.sandbox = task, made, sandbox
+
+    async def submit(self) -> Verdict:
+        """See `Place`."""
+        changes = await self._changes()
+        await self.aclose()
+        async with grading_limit():
+            return await grade(self._task, changes)
+
+    async def _changes(self) -> Changes:
+        try:
+            snapshot = await self.sandbox.snapshot(max_bytes=MAX_WRITTEN_BYTES)
+        except SandboxFileError as problem:
+            if problem.errno != errno.EFBIG:
+                raise
+            return Changes(
+                refused=f"more than {MAX_WRITTEN_BYTES >> 20} MB were written to the tree"
+            )
+        under = self._made.given
+        hidden = frozenset(test_files(self._task))
+        try:
+            return await to_thread.run_sync(read_changes, snapshot.layers[-1], under, hidden)
+        finally:
+            await to_thread.run_sync(snapshot.discard)
+
+    async def aclose(self) -> None:
+        """Kills everything in the sandbox."""
+        await self.sandbox.aclose()
+
+
+def grading_limit() -> anyio.CapacityLimiter:
+    """Gradings at once, two a core: more would run into their time limits together."""
+    try:
+        return _grading.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(2 * (os.cpu_count() or 1))
+        _grading.set(limiter)
+        return limiter
+
+
+async def open_place(task: SweTask, kind: str, *, memory_mb: int) -> Place:
+    """Starts a task's sandbox.
+
+    Args:
+        task: What is worked on.
+        kind: Of sandbox.
+        memory_mb: Of the sandbox.
+
+    Raises:
+        ConfigError: Tasks of this sort need another kind of sandbox.
+        SandboxError: It can't be started.
+        EnvError: What it is made from can't be had.
+    """
+    if task.sdist:
+        if kind != "local":
+            raise ConfigError(
+                f"task {task.id} is made from a source distribution, which needs kind='local', got {kind!r}."
+            )
+        made = await prepare(task)
+        sandbox = await open_sandbox(made.spec(made.bug, made.hide, made.git, memory_mb=memory_mb))
+        return SdistPlace(task, made, sandbox)
+    raise ConfigError(
+        f"task {task.id} needs the image {task.image!r}, so kind='docker' or 'kubernetes'."
+    )
