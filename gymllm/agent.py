@@ -45,7 +45,11 @@ class Action:
 
 
 class Agent(Protocol):
-    """Plays one episode."""
+    """Plays one episode.
+
+    One that holds something open has an async method `aclose` besides: `run_episode` calls it once the
+    episode is over, however it ended, shielded from cancellation.
+    """
 
     async def act(self, observation: Any) -> Action:
         """Appends the observation to the conversation and returns the policy's action.

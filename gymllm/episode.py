@@ -10,11 +10,13 @@ gymllm itself leave as exceptions.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, cast
+
+import anyio
 
 from gymllm.agent import Agent, AgentFactory, EpisodeContext
 from gymllm.engine import Engine
@@ -24,6 +26,7 @@ from gymllm.errors import (
     EngineTimeoutError,
     EnvError,
     EnvTypeError,
+    SandboxError,
     UnknownNameError,
 )
 from gymllm.limit import Limit
@@ -111,13 +114,17 @@ async def run_episode(
         timeline: Where the episode's spans go.
 
     Returns:
-        The trajectory, whatever its ending; a failed one says what broke in `reason`.
+        The trajectory, whatever its ending; a failed one says what broke in `reason`. Agents that have an
+        `aclose` have been closed by then, also where the episode is cancelled.
     """
     episode = _Episode(
         env, {"": Player(make_agent)}, engine, task, member, attempt, run_seed, limits, timeline
     )
-    with episode:
-        await _play(episode)
+    try:
+        with episode:
+            await _play(episode)
+    finally:
+        await episode.close_agents()
     return episode.trajectories()[0]
 
 
@@ -144,8 +151,11 @@ async def run_team_episode(
         the order in which they appeared; if there was none, one of the agent "" says how it ended.
     """
     episode = _Episode(env, team, engine, task, member, attempt, run_seed, limits, timeline)
-    with episode:
-        await _play(episode)
+    try:
+        with episode:
+            await _play(episode)
+    finally:
+        await episode.close_agents()
     return episode.trajectories()
 
 
@@ -220,6 +230,10 @@ class _Seat:
         """What it was given before its first turn."""
 
 
+def _aclose_of(seat: _Seat) -> Callable[[], Awaitable[object]] | None:
+    return getattr(seat.agent, "aclose", None)
+
+
 class _Episode:
     """Everyone's part in one episode, and how it ended.
 
@@ -282,11 +296,21 @@ class _Episode:
         self.env.limit = None
         if self.limit.__exit__(kind, error, trace):
             return True
-        if not isinstance(error, (EnvError, EngineError)):
+        if not isinstance(error, (EnvError, EngineError, SandboxError)):
             return False
-        who = f"{self.acting}: " if self.acting and isinstance(error, EngineError) else ""
+        who = f"{self.acting}: " if self.acting and not isinstance(error, EnvError) else ""
         self.ending, self.reason = Ending.FAILED, f"{type(error).__name__}: {who}{error}"
         return True
+
+    async def close_agents(self) -> None:
+        """Closes those agents that hold something open, whatever ended the episode."""
+        held = [aclose for aclose in map(_aclose_of, self._seats.values()) if aclose is not None]
+        if not held:
+            return
+        with anyio.CancelScope(shield=True):
+            async with AsyncExitStack() as stack:  # closes all, whichever raises
+                for aclose in held:
+                    stack.push_async_callback(aclose)
 
     def trajectories(self) -> list[Trajectory]:
         """Those of trainable agents, once it has ended."""

@@ -39,6 +39,7 @@ from gymllm.errors import (
 from gymllm.limit import Limit
 from gymllm.registration import check_id, entry_point_of, make
 from gymllm.task import Task
+from gymllm.tool_calls import ToolSchema
 from gymllm.vector import VectorFace
 from gymllm.workers import (
     EnvProcesses,
@@ -402,6 +403,21 @@ class EnvPool(VectorFace):
                         error = problem
                 else:
                     await send.send(Played(task=task, result=None, error=error, tries=retries + 1))
+
+    async def tools(self) -> tuple[ToolSchema, ...]:
+        """What the environments' actions are calls of; empty for most. See `Env.tools`.
+
+        Asks an environment that is free, waiting for one if need be, and makes it if it isn't made yet.
+
+        Raises:
+            EnvError: It can't be made.
+            ClosedError: The pool is closed, perhaps meanwhile.
+        """
+        slot = await self._acquire()
+        try:
+            return (await slot.start()).tools
+        finally:
+            self._release(slot)
 
     async def __aenter__(self) -> Self:
         """Starts to keep `spares` ready."""

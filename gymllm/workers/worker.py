@@ -15,7 +15,9 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from gymllm.bridge import Finished
+from gymllm.env import Env
 from gymllm.errors import EnvTypeError
+from gymllm.tool_calls import ToolSchema
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class EnvFacts:
     action_space: spaces.Space[Any]
     render_mode: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    tools: tuple[ToolSchema, ...] = ()
+    """What its actions are calls of; see `Env.tools`."""
 
     @classmethod
     def of(cls, env: gymnasium.Env[Any, Any]) -> EnvFacts:
@@ -72,6 +76,7 @@ class EnvFacts:
             action_space=env.action_space,
             render_mode=env.render_mode,
             metadata=dict(env.metadata or {}),
+            tools=tuple(env.unwrapped.tools) if isinstance(env.unwrapped, Env) else (),
         )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from gymllm.engine import Engine, GenerateRequest, Generation
 from gymllm.engines import ScriptedEngine
 from gymllm.env import Env
 from gymllm.episode import EpisodeLimits, run_episode
-from gymllm.errors import ConfigError, EngineError
+from gymllm.errors import ConfigError, EngineError, SandboxDiedError
 from gymllm.ledger import Segment
 from gymllm.message import Message
 from gymllm.pool import EnvPool
@@ -317,3 +318,67 @@ async def test_what_is_sampled_is_a_function_of_the_member() -> None:
 def test_limits_must_be_positive(name: str) -> None:
     with pytest.raises(ConfigError, match=f"limits.{name} must be > 0, got 0"):
         EpisodeLimits(**{name: 0})
+
+
+class Holder:
+    """Holds something open; acts as it is told."""
+
+    def __init__(self, act: Callable[[], Awaitable[Action]]) -> None:
+        self._act, self.closed = act, 0
+
+    async def act(self, observation: object) -> Action:
+        return await self._act()
+
+    def segments(self) -> tuple[Segment, ...]:
+        return ()
+
+    def messages(self) -> tuple[Message, ...]:
+        return ()
+
+    async def aclose(self) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.closed += 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("problem", "ending"),
+    [
+        (None, Ending.TERMINATED),
+        (EngineError("gone"), Ending.FAILED),
+        (SandboxDiedError("gone"), Ending.FAILED),
+        (RuntimeError("a mistake"), None),
+    ],
+)
+async def test_an_agent_that_holds_something_is_closed_whatever_happens(
+    problem: Exception | None, ending: Ending | None
+) -> None:
+    async def act() -> Action:
+        if problem is not None:
+            raise problem
+        return Action(text="go")
+
+    agent = Holder(act)
+    if ending is None:
+        with pytest.raises(RuntimeError, match="a mistake"):
+            await play(make_agent=lambda context: agent)
+    else:
+        trajectory = await play(make_agent=lambda context: agent)
+        assert trajectory.ending == ending
+        assert trajectory.reason == ("" if problem is None else f"{type(problem).__name__}: gone")
+    assert agent.closed == 1
+
+
+@pytest.mark.asyncio
+async def test_an_agent_is_closed_when_its_episode_is_cancelled() -> None:
+    scope = anyio.CancelScope()
+
+    async def act() -> Action:
+        scope.cancel()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    agent = Holder(act)
+    with scope:
+        await play(make_agent=lambda context: agent)
+    assert (scope.cancelled_caught, agent.closed) == (True, 1)

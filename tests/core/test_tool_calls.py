@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 
+import gymnasium
 import pytest
 
 import gymllm
+from gymllm.errors import ClosedError
 from gymllm.message import ToolCall
 from gymllm.tool_calls import MOST_CALLS, check_call, read_calls, write_calls
+from gymllm.wrappers import TimeLimit
 
 LOOK = ToolCall(name="look", arguments={"at": "the door"})
 SCHEMAS = [
@@ -215,3 +218,37 @@ def test_problems_are_short() -> None:
 
 def test_environments_have_no_tools_unless_they_say_so() -> None:
     assert gymllm.make("gymllm/FrozenLake-v0").unwrapped.tools == ()
+
+
+class Offering(gymllm.Env):
+    """Answers calls of its one tool."""
+
+    waits = False
+    tools = SCHEMAS[:1]
+
+    async def areset(self, *, seed=None, options=None):
+        return "go", {}
+
+    async def astep(self, action):
+        read = read_calls(action)
+        problems = [*read.errors, *filter(None, (check_call(self.tools, c) for c in read.calls))]
+        return "\n".join(problems) or "done", 0.0, not problems, False, {}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("worker", ["inline", "process"])
+async def test_a_pool_says_what_tools_its_environments_offer(worker: str) -> None:
+    def make_env() -> gymnasium.Env[str, str]:
+        return TimeLimit(Offering(), max_turns=3)
+
+    async with gymllm.EnvPool(make_env, 1, worker=worker) as pool:
+        assert await pool.tools() == tuple(SCHEMAS[:1])
+        async with pool.lease() as env:
+            await env.reset(seed=0)
+            assert (await env.step(write_calls([LOOK]))).observation == (
+                "there is no tool 'look'; there is: edit."
+            )
+    with pytest.raises(ClosedError):
+        await pool.tools()
+    async with gymllm.EnvPool("gymllm/FrozenLake-v0", 1) as pool:
+        assert await pool.tools() == ()
