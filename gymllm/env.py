@@ -56,6 +56,12 @@ class Env(gymnasium.Env[str, str], ABC):
     agent's model has for them. JSON schemas as chat templates list them: {"type": "function", "function":
     {"name", "description", "parameters"}}. Of the class or set by `__init__`: they stay the same."""
 
+    reset_timeout_s: float = 60.0
+    """What a pool lets a reset take unless its user says otherwise. For environments that take long as a
+    matter of course; one that hangs is noticed no sooner."""
+    step_timeout_s: float = 60.0
+    """The same for a step."""
+
     _home: HomeLoop
     _running: bool
     _closed: bool

@@ -166,8 +166,8 @@ class EnvPool(VectorFace):
         worker: str | None = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.DISABLED,
         start_timeout_s: float = 120.0,
-        reset_timeout_s: float = 60.0,
-        step_timeout_s: float = 60.0,
+        reset_timeout_s: float | None = None,
+        step_timeout_s: float | None = None,
         close_timeout_s: float = 4.0,
         max_starts: int = 8,
         spares: int = 0,
@@ -188,8 +188,8 @@ class EnvPool(VectorFace):
             autoreset_mode: Of the vector face: what happens after an episode's end. A reset that nobody
                 asked for has no seed and no options, hence the default.
             start_timeout_s: Limit of making an environment, once it is its turn.
-            reset_timeout_s: Limit of a reset.
-            step_timeout_s: Limit of a step, and of any other call.
+            reset_timeout_s: Limit of a reset. None: as the environment's class says, 60 s as a rule.
+            step_timeout_s: Limit of a step, and of any other call. None: as for a reset.
             close_timeout_s: Limit of closing one environment, and of closing the pool.
             max_starts: Environments that are made at once, at most; steps don't wait for them.
             spares: Environments beyond `num_envs` that are made ahead while `async with pool` runs, to
@@ -233,8 +233,8 @@ class EnvPool(VectorFace):
             raise UnknownNameError("autoreset_mode", str(autoreset_mode), known) from None
         limits = Limits(
             start_timeout_s=start_timeout_s,
-            reset_timeout_s=reset_timeout_s,
-            step_timeout_s=step_timeout_s,
+            reset_timeout_s=_own_limit("reset_timeout_s", reset_timeout_s, make_env),
+            step_timeout_s=_own_limit("step_timeout_s", step_timeout_s, make_env),
             close_timeout_s=close_timeout_s,
         )
         for name, limit in dataclasses.asdict(limits).items():
@@ -577,6 +577,20 @@ def execution_of(make_env: Callable[..., object]) -> str:
     if execution not in WORKERS:
         raise UnknownNameError("execution", str(execution), WORKERS)
     return execution
+
+
+USUAL_LIMIT_S = 60.0
+"""Of a reset or a step, where neither the environment's class nor the pool's user says anything."""
+
+
+def _own_limit(name: str, given: float | None, make_env: object) -> float:
+    """A limit that was given, or else the one of the environment's class."""
+    if given is not None:
+        return given
+    if isinstance(make_env, str):
+        make_env = functools.partial(make, make_env)
+    entry_point = entry_point_of(cast("Callable[..., object]", make_env))
+    return cast("float", getattr(entry_point, name, USUAL_LIMIT_S))
 
 
 def make_pool(env_id: str, /, num_envs: int = 1, **kwargs: Any) -> EnvPool:

@@ -567,7 +567,7 @@ async def test_settings_are_checked() -> None:
         ({"make_env": gymnasium.Env()}, "give what makes it"),
         ({"spares": "1"}, "spares must be a whole number >= 0, got '1'"),
         ({"memory_limit_bytes": 1e9}, "memory_limit_bytes must be a whole number >= 1 or None"),
-        ({"reset_timeout_s": None}, "reset_timeout_s must be a number of seconds > 0, got None"),
+        ({"reset_timeout_s": "1"}, "reset_timeout_s must be a number of seconds > 0, got '1'"),
     ],
 )
 def test_settings_of_wrong_types_are_named(settings: dict[str, Any], message: str) -> None:
@@ -852,3 +852,29 @@ def test_vector_render() -> None:
     observations, _ = pool.reset(seed=0)
     assert pool.render() == observations
     pool.close()
+
+
+class Slow(gymllm.Env):
+    """Says how long it may take."""
+
+    reset_timeout_s = 0.02
+
+    async def areset(self, *, seed: Any = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        raise NotImplementedError
+
+
+@pytest.mark.asyncio
+async def test_a_class_says_how_long_a_reset_may_take() -> None:
+    async with gymllm.EnvPool(Slow, 1) as pool:
+        with pytest.raises(EnvTimeoutError, match=r"no answer within 0.02 s"):
+            async with pool.lease() as env:
+                await env.reset(seed=0)
+    patient = gymllm.EnvPool(Slow, 1, reset_timeout_s=0.05)
+    async with patient:
+        with pytest.raises(EnvTimeoutError, match=r"no answer within 0.05 s"):
+            async with patient.lease() as env:
+                await env.reset(seed=0)

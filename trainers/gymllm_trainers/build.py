@@ -59,10 +59,10 @@ class EnvSettings:
     auto: as the environment's class says."""
     start_timeout_s: float = 120.0
     """Longest making of an environment, in seconds; past it it has failed."""
-    reset_timeout_s: float = 60.0
-    """Longest reset, in seconds; past it it has failed."""
-    step_timeout_s: float = 60.0
-    """Longest step, in seconds; past it the episode has failed."""
+    reset_timeout_s: float | None = None
+    """Longest reset, in seconds; past it it has failed. None: as the environment's class says, else 60."""
+    step_timeout_s: float | None = None
+    """Longest step, in seconds; past it the episode has failed. None: the same."""
     spares: int = 0
     """Environments made ahead beside those that play, for those that start slowly."""
     envs_per_process: int = 1
@@ -74,8 +74,9 @@ class EnvSettings:
         if self.tasks is not None and self.tasks < 1:
             raise ConfigError(f"env.tasks must be >= 1 or none, got {self.tasks}.")
         for name in ("start_timeout_s", "reset_timeout_s", "step_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"env.{name} must be > 0, got {getattr(self, name)}.")
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"env.{name} must be > 0, got {limit}.")
         for name, least in (("spares", 0), ("envs_per_process", 1), ("memory_limit_mb", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"env.{name} must be >= {least}, got {getattr(self, name)}.")

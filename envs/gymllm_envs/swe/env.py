@@ -80,6 +80,10 @@ class SWE(Env):
         v0: first.
     """
 
+    # It has limits of its own for all that can take long; these are for what breaks.
+    reset_timeout_s = 1200.0
+    step_timeout_s = 1800.0
+
     def __init__(  # pyright: ignore[reportInconsistentConstructor]  Env.__new__ takes anything
         self,
         *,
