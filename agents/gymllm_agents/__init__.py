@@ -7,6 +7,7 @@ conversation, setting           the ledger at work; what all conversations of an
 conversation_agent              the agent to subclass: override `answer`
 model_agent                     the whole answer is the action, or what is in a tag or a pattern
 tool_agent, react_agent         agents that run tools inside a turn
+env_tool_agent                  the agent for environments that offer tools
 tools, parsers, parser_choice   what a model can call, and how it writes that
 """
 
@@ -18,6 +19,8 @@ from gymllm_agents.conversation import Dialogue as Dialogue
 from gymllm_agents.conversation import Reply as Reply
 from gymllm_agents.conversation_agent import ConversationAgent as ConversationAgent
 from gymllm_agents.conversation_agent import LimitReachedError as LimitReachedError
+from gymllm_agents.env_tool_agent import EnvToolAgent as EnvToolAgent
+from gymllm_agents.env_tool_agent import EnvToolConfig as EnvToolConfig
 from gymllm_agents.model_agent import FormatAgent as FormatAgent
 from gymllm_agents.model_agent import FormatConfig as FormatConfig
 from gymllm_agents.model_agent import ModelAgent as ModelAgent
@@ -52,6 +55,8 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
     "ConversationAgent",
     "ConversationConfig",
     "Dialogue",
+    "EnvToolAgent",
+    "EnvToolConfig",
     "FormatAgent",
     "FormatConfig",
     "HermesParser",

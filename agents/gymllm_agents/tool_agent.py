@@ -128,10 +128,23 @@ class ToolAgent(ConversationAgent):
         self, calls: Sequence[ToolCall | UnreadableCall], results: Sequence[ToolResult]
     ) -> Sequence[Message]:
         """What the policy is told of its calls, in their order."""
-        if self.lists_tools and all(isinstance(call, ToolCall) for call in calls):
-            return [
-                Message(role="tool", content=result.text, tool_call_id=call.id, name=call.name)
-                for call, result in zip(calls, results, strict=True)
-            ]
-        # Most templates want one message a turn.
-        return [Message(role="user", content="\n".join(result.text for result in results))]
+        return tell_results(calls, results, listed=self.lists_tools)
+
+
+def tell_results(
+    calls: Sequence[ToolCall | UnreadableCall], results: Sequence[ToolResult], *, listed: bool
+) -> Sequence[Message]:
+    """Results of calls as messages: one a call, or one for all.
+
+    Args:
+        calls: As the policy made them.
+        results: In their order.
+        listed: Whether the model is told of tools in a way of its own, with a role for their results.
+    """
+    if listed and all(isinstance(call, ToolCall) for call in calls):
+        return [
+            Message(role="tool", content=result.text, tool_call_id=call.id, name=call.name)
+            for call, result in zip(calls, results, strict=True)
+        ]
+    # Most templates want one message a turn.
+    return [Message(role="user", content="\n".join(result.text for result in results))]
