@@ -1,4 +1,4 @@
-"""What every sandbox can do, whatever runs it: `local` today, containers and pods on the same interface.
+"""What every sandbox can do, whatever runs it: processes on this machine, containers, pods.
 
 Expected endings (a timeout, an exit code, output that was cut) are fields of `ExecResult`. What raises is
 in the `SandboxError` branch of `gymllm.errors`.
@@ -7,7 +7,7 @@ in the `SandboxError` branch of `gymllm.errors`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -89,14 +89,22 @@ class Snapshot:
     """A work tree at one moment: a base and layers over it. Lives until this process ends or `discard`."""
 
     base: Path | None
-    layers: tuple[Path, ...]
+    layers: tuple[Path, ...] = ()
     owned: Path | None = None
-    """The folder that was made for it, one of the above."""
+    """The folder that was made for it."""
+    image: str = ""
+    """A container's files, as an image."""
+    archive: Path | None = None
+    """A container's work tree, where the kind makes no images: a tar file."""
+    undo: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    """Removes what isn't on this host."""
 
     def discard(self) -> None:
         """Removes what was copied. No sandbox or snapshot may stand on it any more."""
         if self.owned is not None:
             shutil.rmtree(self.owned, ignore_errors=True)
+        if self.undo is not None:
+            self.undo()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +112,12 @@ class SandboxSpec:
     """What a sandbox is made from. Equal specs make equal sandboxes."""
 
     base: Path | None = None
-    """Folder of the host shown at `workdir`, copy on write. None: an empty one."""
+    """Folder of the host shown at `workdir`, copy on write; copied into containers at their start. None:
+    an empty one, or the image's."""
+    image: str = ""
+    """Of containers, which need one; "local" has none."""
+    user: str = ""
+    """Of containers: who runs the commands, by name or number. Empty: whom the image says."""
     layers: tuple[Path, ...] = ()
     """Overlay layers over the base, the last on top, with overlayfs' marks for what was deleted."""
     mounts: tuple[Mount, ...] = ()
@@ -315,8 +328,15 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def snapshot(self) -> Snapshot:
-        """Copies what has changed in the work tree. Processes go on meanwhile: let none write."""
+    async def snapshot(self, *, max_bytes: int | None = None) -> Snapshot:
+        """Copies what has changed in the work tree. Processes go on meanwhile: let none write.
+
+        Args:
+            max_bytes: Most that is copied, where this kind of sandbox copies to the host.
+
+        Raises:
+            SandboxFileError: There is more (`errno.EFBIG`), or the host's disk is full.
+        """
         ...
 
     async def restore(self, snapshot: Snapshot) -> None:

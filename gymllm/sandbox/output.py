@@ -41,6 +41,11 @@ class Kept:
             while self._held - len(self._tail[0]) >= self._tail_bytes:
                 self._held -= len(self._tail.popleft())
 
+    async def hold_back(self, size_bytes: int) -> None:
+        """Waits, after a piece of this size, once there was so much that it seems endless."""
+        if self.total > _READ_FREELY:
+            await anyio.sleep(size_bytes / 25e6)
+
     def output(self) -> Output:
         tail = b"".join(self._tail)[-self._tail_bytes :] if self._tail_bytes else b""
         cut = self.total - len(self._head) - len(tail)
@@ -77,8 +82,7 @@ class Reader:
             pass
 
     async def hold_back(self) -> None:
-        if self.kept.total > _READ_FREELY:
-            await anyio.sleep(_CHUNK / 25e6)
+        await self.kept.hold_back(_CHUNK)
 
 
 class Poller:
