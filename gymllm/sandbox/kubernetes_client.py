@@ -29,7 +29,7 @@ from gymllm.sandbox.kubernetes_pod import Json
 CALL_TIMEOUT_S = (5.0, 30.0)
 _CONNECT_TIMEOUT_S = 15.0
 _WATCH_S = 60
-_PROTOCOLS = "v5.channel.k8s.io,v4.channel.k8s.io"
+_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 _IN_POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
 
@@ -97,10 +97,11 @@ class Api:
         """
         configuration = self.configuration
         url = cast("str", ws_client.get_websocket_url(configuration.host + path))
-        header = {"Sec-WebSocket-Protocol": _PROTOCOLS}
+        header: dict[str, str] = {}
         for setting in cast("dict[str, dict[str, str]]", configuration.auth_settings()).values():
             header[setting["key"]] = setting["value"]
         options: dict[str, Any] = {"header": header, "timeout": _CONNECT_TIMEOUT_S}
+        options["subprotocols"] = list(_PROTOCOLS)
         if configuration.proxy or configuration.proxy_headers:
             options = ws_client.websocket_proxycare(options, configuration, url, header)
         tls: dict[str, object] = {}

@@ -17,7 +17,7 @@ _CONTAINER = "sandbox"
 
 # Process 1. It dies on SIGTERM at once, so that a deleted pod is gone in milliseconds, and takes in orphans:
 # a shell that waits reaps them. Without a `sleep` in the image it ends, and the start says so.
-_WAIT = 'mkdir -p "$1"; trap "exit 0" TERM INT; while sleep 3600 & wait $!; do :; done'
+_WAIT = 'trap "exit 0" TERM; mkdir -p "$1"; while sleep 3600 & wait $!; do :; done; exit 127'
 
 
 def manifest(name: str, spec: SandboxSpec, host: KubernetesHost, owner: str) -> Json:

@@ -1,0 +1,580 @@
+"""Pods: their starts, ends and what is left, with the real client against an API server of the tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+pytest.importorskip("kubernetes", reason='needs pip install "gymllm[kubernetes]"')
+pytest.importorskip("aiohttp")
+
+from kubernetes_fixtures import no_traces, run
+from kubernetes_server import FakeCluster, Refusal
+
+from gymllm.errors import ConfigError, SandboxDiedError, SandboxError, SandboxStartError
+from gymllm.sandbox import SandboxSpec
+from gymllm.sandbox.interface import Mount
+from gymllm.sandbox.kubernetes import KubernetesHost, Toleration, start_pod
+from gymllm.sandbox.kubernetes_cluster import cluster_of, is_abandoned, owner
+from gymllm.sandbox.kubernetes_container import PodContainer
+from gymllm.sandbox.kubernetes_pod import pod_state
+
+pytestmark = pytest.mark.asyncio
+
+SPEC = SandboxSpec(image="python:3", memory_mb=64, file_mb=32, cpus=0.5, env={"A": "x $(B) $$"})
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def host(cluster: FakeCluster, tmp_path: Path) -> KubernetesHost:
+    return KubernetesHost(kubeconfig=cluster.kubeconfig(tmp_path / "config"), patience_s=5)
+
+
+@asynccontextmanager
+async def running(host: KubernetesHost, spec: SandboxSpec = SPEC) -> AsyncGenerator[PodContainer]:
+    pod = await start_pod(host, spec)
+    assert isinstance(pod, PodContainer)
+    try:
+        yield pod
+    finally:
+        await pod.remove()
+
+
+# Starts and ends
+
+
+async def test_a_pod_starts_runs_and_leaves_nothing(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    with no_traces():
+        async with running(host) as pod:
+            assert await run(pod, 'pwd; echo "$A"') == b"/workspace\nx $(B) $$\n"
+            assert cluster.names() == [pod.name]
+            assert await pod.alive()
+            (process,) = [p.container for p in cluster.pods.values()]
+            assert process is not None
+        assert not cluster.pods
+        assert not process.running()
+        assert not await pod.alive()
+        await pod.remove()
+        with pytest.raises(SandboxDiedError, match="closed"):
+            await pod.open(["true"])
+
+
+async def test_what_a_pod_is_made_from(cluster: FakeCluster, host: KubernetesHost) -> None:
+    more = replace(
+        host,
+        namespace="other",
+        node_selector={"disk": "fast"},
+        tolerations=(Toleration(key="gpu", operator="Exists"),),
+        image_pull_secrets=("registry",),
+        image_pull_policy="IfNotPresent",
+        runtime_class="gvisor",
+        priority_class="low",
+        cpu_request=0.1,
+        oldest_s=50,
+    )
+    async with running(more, replace(SPEC, user="1000:100", wall_s=70)):
+        (body,) = cluster.bodies()
+    spec = body["spec"]
+    (container,) = spec["containers"]
+    assert body["metadata"]["namespace"] == "other"
+    assert body["metadata"]["labels"]["gymllm.owner"] == owner()
+    assert spec["restartPolicy"] == "Never"
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    assert spec["activeDeadlineSeconds"] == 50
+    assert spec["nodeSelector"] == {"disk": "fast"}
+    assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    assert (spec["runtimeClassName"], spec["priorityClassName"]) == ("gvisor", "low")
+    assert container["imagePullPolicy"] == "IfNotPresent"
+    assert container["securityContext"] == {
+        "runAsUser": 1000,
+        "runAsGroup": 100,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert container["resources"] == {
+        "limits": {"memory": "64Mi", "cpu": "500m", "ephemeral-storage": "32Mi"},
+        "requests": {"memory": "64Mi", "cpu": "100m", "ephemeral-storage": "32Mi"},
+    }
+
+
+async def test_many_start_at_once_with_one_watch(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    pods: list[PodContainer] = []
+
+    async def one() -> None:
+        async with running(host) as pod:
+            pods.append(pod)
+            assert await run(pod, "echo on") == b"on\n"
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(12):
+            tasks.start_soon(one)
+    assert len({pod.name for pod in pods}) == 12
+    assert not cluster.pods
+    assert sum("watch=true" in request for request in cluster.requests) < 12
+
+
+async def test_cancelled_at_any_time_leaves_no_pod(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    with no_traces():
+        for step in range(20):
+            with anyio.move_on_after(step * 0.0015):
+                async with running(host) as pod:
+                    await run(pod, "sleep 5")
+        assert not cluster.pods
+
+
+# What a cluster may answer
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("ImagePullBackOff", 'Back-off pulling image "python:3"'),
+        ("ErrImagePull", "manifest unknown"),
+        ("CreateContainerConfigError", "container has runAsNonRoot and image will run as root"),
+    ],
+)
+async def test_an_image_that_cannot_be_had(
+    cluster: FakeCluster, host: KubernetesHost, reason: str, message: str
+) -> None:
+    cluster.bad_images["python:3"] = (reason, message)
+    with pytest.raises(SandboxStartError, match=f"{reason}: {re.escape(message)}"):
+        await start_pod(host, SPEC)
+    assert not cluster.pods
+
+
+async def test_an_image_without_sleep_says_so(cluster: FakeCluster, host: KubernetesHost) -> None:
+    async def use() -> None:
+        # As the shell of such an image would: no `sleep` on its PATH.
+        async with running(host, replace(SPEC, env={"PATH": "/nowhere"})) as pod:
+            with anyio.fail_after(5):
+                while await pod.alive():  # noqa: ASYNC110
+                    await anyio.sleep(0.005)
+            await pod.open(["true"])
+
+    with pytest.raises((SandboxStartError, SandboxDiedError), match="process 1 ended with 127"):
+        await use()
+    assert not cluster.pods
+
+
+async def test_no_node_has_room(cluster: FakeCluster, host: KubernetesHost) -> None:
+    cluster.no_room = True
+    with pytest.raises(SandboxStartError, match=r"Unschedulable: 0/1 nodes .* Insufficient memory"):
+        await start_pod(replace(host, schedule_timeout_s=0.05), SPEC)
+    assert not cluster.pods
+
+
+async def test_a_quota_that_is_used_up(cluster: FakeCluster, host: KubernetesHost) -> None:
+    cluster.quota = 1
+    async with running(host):
+        with pytest.raises(SandboxStartError, match="exceeded quota: few"):
+            await start_pod(host, SPEC)
+        assert len(cluster.pods) == 1
+
+
+@pytest.mark.parametrize(("verb", "match"), [("create", "cannot create"), ("list", "cannot list")])
+async def test_what_we_may_not_do_is_named(
+    cluster: FakeCluster, host: KubernetesHost, verb: str, match: str
+) -> None:
+    cluster.forbidden.add((verb, "pods"))
+    with pytest.raises(SandboxStartError, match=match):
+        await start_pod(host, SPEC)
+
+
+async def test_a_watch_that_is_forbidden_is_named(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    cluster.forbidden.add(("watch", "pods"))
+    cluster.slow_pull("python:3")
+    with pytest.raises(SandboxStartError, match=r"ContainerCreating|cannot watch"):
+        await start_pod(replace(host, start_timeout_s=0.3), SPEC)
+    cluster.forbidden.clear()
+
+
+async def test_what_passes_is_tried_again(cluster: FakeCluster, host: KubernetesHost) -> None:
+    cluster.refusals += [
+        ("POST pods", Refusal(429, "TooManyRequests", "busy", after="0")),
+        ("POST pods", Refusal(500, "InternalError", "etcd")),
+        ("POST pods", Refusal(409, "Conflict", "the object has been modified: quota")),
+        ("GET watch=true", Refusal(429, "TooManyRequests", "busy", after="0")),
+        ("GET exec", Refusal(503, "ServiceUnavailable", "busy")),
+        ("DELETE pods", Refusal(500, "InternalError", "etcd")),
+    ]
+    async with running(host) as pod:
+        assert await run(pod, "echo on") == b"on\n"
+    assert not cluster.refusals
+    assert not cluster.pods
+
+
+async def test_patience_ends(cluster: FakeCluster, host: KubernetesHost) -> None:
+    cluster.refusals += [("POST pods", Refusal(429, "TooManyRequests", "busy"))] * 50
+    with pytest.raises(SandboxStartError, match=r"busy .429 TooManyRequests"):
+        await start_pod(replace(host, patience_s=0.3), SPEC)
+
+
+async def test_an_answer_that_is_lost_makes_no_second_pod(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    cluster.lose_created = 1
+    async with running(host):
+        assert len(cluster.pods) == 1
+        assert sum(request.startswith("POST") for request in cluster.requests) == 3
+    assert not cluster.pods
+
+
+async def test_a_start_that_is_late_says_what_it_waits_for(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    cluster.slow_pull("python:3")
+    cluster.events.append(
+        {
+            "involvedObject": {"name": "*"},
+            "reason": "Pulling",
+            "message": 'Pulling image "python:3"',
+            "lastTimestamp": "2026-01-01T00:00:00Z",
+        }
+    )
+    with pytest.raises(SandboxStartError, match=r"start_timeout_s=0.1: ContainerCreating; Pulling"):
+        await start_pod(replace(host, start_timeout_s=0.1), SPEC)
+    assert not cluster.pods
+
+
+async def test_a_slow_pull_holds_up_its_own_image_only(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    host = replace(host, starts_at_once=1)
+    slow = replace(SPEC, image="slow")
+    cluster.slow_pull("slow")
+    async with anyio.create_task_group() as tasks:
+
+        async def late() -> None:
+            async with running(host, slow):
+                pass
+
+        tasks.start_soon(late)
+        tasks.start_soon(late)
+        with anyio.fail_after(5):
+            for _ in range(3):
+                async with running(host):
+                    pass
+        assert [body["spec"]["containers"][0]["image"] for body in cluster.bodies()] == ["slow"]
+        cluster.pulled("slow")
+    assert not cluster.pods
+
+
+async def test_the_api_restarts_while_a_pod_starts(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    cluster.slow_pull("python:3")
+    async with anyio.create_task_group() as tasks:
+
+        async def start() -> None:
+            async with running(host) as pod:
+                assert await run(pod, "echo on") == b"on\n"
+
+        tasks.start_soon(start)
+        with anyio.fail_after(5):
+            while not cluster.pods:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+        await anyio.to_thread.run_sync(cluster.stop)
+        cluster.pulled("python:3")
+        await anyio.to_thread.run_sync(cluster.restart)
+    assert not cluster.pods
+
+
+async def test_a_watch_that_is_too_old_lists_anew(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    cluster.slow_pull("python:3")
+    async with anyio.create_task_group() as tasks:
+
+        async def start() -> None:
+            async with running(host):
+                pass
+
+        tasks.start_soon(start)
+        with anyio.fail_after(5):
+            while not cluster.pods:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+
+        async def expire() -> None:
+            cluster.forget_before = cluster.version + 1
+            cluster.tick()
+            cluster.tick()
+
+        cluster.do(expire())
+        cluster.pulled("python:3")
+
+
+# Ends
+
+
+async def test_an_evicted_pod_says_why(cluster: FakeCluster, host: KubernetesHost) -> None:
+    async with running(host) as pod:
+        stream = await pod.open(["sleep", "60"])
+        await anyio.to_thread.run_sync(cluster.evict, pod.name)
+        with anyio.fail_after(5):
+            assert await stream.receive() is None or await stream.receive() is None
+        await stream.aclose()
+        assert not await pod.alive()
+        with pytest.raises(SandboxDiedError, match=r"Evicted: The node was low on resource"):
+            await pod.open(["true"])
+    assert not cluster.pods
+
+
+async def test_a_pod_that_was_deleted_says_so(cluster: FakeCluster, host: KubernetesHost) -> None:
+    async with running(host) as pod:
+        other = await cluster_of(host)
+        await other.delete(pod.name, force=True)
+        assert not await pod.alive()
+        with pytest.raises(SandboxDiedError, match="somebody has deleted it"):
+            await pod.open(["true"])
+
+
+async def test_a_deadline_ends_it(cluster: FakeCluster, host: KubernetesHost) -> None:
+    async with running(host, replace(SPEC, wall_s=0.6)) as pod:
+        assert cluster.bodies()[0]["spec"]["activeDeadlineSeconds"] == 1
+        stream = await pod.open(["sleep", "60"])
+        with anyio.fail_after(5):
+            while await stream.receive() is not None:
+                pass
+        await stream.aclose()
+        with pytest.raises(SandboxDiedError, match="DeadlineExceeded"):
+            await pod.open(["true"])
+
+
+async def test_a_dead_node_does_not_hold_up_the_end(
+    cluster: FakeCluster, host: KubernetesHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gymllm.sandbox.kubernetes_container._END_TIMEOUT_S", 0.1)
+    async with running(host):
+        cluster.node_dead = True
+    assert not cluster.pods
+
+
+async def test_a_delete_that_is_forbidden_is_told(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    async with running(host) as pod:
+        cluster.forbidden.add(("delete", "pods"))
+        with pytest.raises(SandboxError, match=r"cannot delete.*deadline"):
+            await pod.remove()
+        cluster.forbidden.clear()
+
+
+# What others have left
+
+
+def _left(cluster: FakeCluster, name: str, owner: str, **status: Any) -> None:
+    async def put() -> None:
+        about = {"name": name, "namespace": "boxes", "uid": name, "labels": {"gymllm.owner": owner}}
+        cluster.add({"metadata": about, "spec": {"terminationGracePeriodSeconds": 1}} | status)
+
+    cluster.do(put())
+
+
+async def test_only_what_nobody_owns_is_removed(cluster: FakeCluster, host: KubernetesHost) -> None:
+    machine = owner().partition("-")[0]
+    now = datetime.now(UTC)
+    ended = [
+        {"status": {"phase": "Failed", "containerStatuses": [{"state": {"terminated": at}}]}}
+        for at in (
+            {"finishedAt": (now - timedelta(minutes=20)).isoformat(timespec="seconds")},
+            {"finishedAt": (now - timedelta(minutes=2)).isoformat(timespec="seconds")},
+        )
+    ]
+    _left(cluster, "of-a-dead-process-here", f"{machine}-{os.getpid()}-1")
+    _left(cluster, "ours", owner())
+    _left(cluster, "of-our-parent", f"{machine}-{_name(os.getppid())}")
+    _left(cluster, "of-another-machine", f"{'0' * 16}-{os.getpid()}-1")
+    _left(cluster, "ended-long-ago-elsewhere", f"{'0' * 16}-1-1", **ended[0])
+    _left(cluster, "ended-just-now-elsewhere", f"{'0' * 16}-1-1", **ended[1])
+    _left(cluster, "of-nobody", "")
+    async with running(host) as pod:
+        with anyio.fail_after(5):
+            while len(cluster.pods) > 6:  # noqa: ASYNC110 - the deletions take their time
+                await anyio.sleep(0.005)
+        assert sorted(cluster.names()) == sorted(
+            [
+                "ended-just-now-elsewhere",
+                "of-another-machine",
+                "of-nobody",
+                "of-our-parent",
+                "ours",
+                pod.name,
+            ]
+        )
+    paged = [request for request in cluster.requests if "limit=" in request]
+    assert len(paged) == 1
+
+
+def _name(pid: int) -> str:
+    from gymllm.sandbox.state import owner_name
+
+    return owner_name(pid)
+
+
+async def test_lists_are_read_page_by_page(
+    cluster: FakeCluster, host: KubernetesHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gymllm.sandbox.kubernetes_cluster._PAGE", 2)
+    machine = owner().partition("-")[0]
+    for number in range(5):
+        _left(cluster, f"left-{number}", f"{machine}-{os.getpid()}-1")
+    async with running(host):
+        pass
+    with anyio.fail_after(5):
+        while cluster.pods:  # noqa: ASYNC110
+            await anyio.sleep(0.005)
+
+
+async def test_pods_of_a_killed_process_are_removed_by_the_next(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    script = f"""if True:
+        import anyio, sys
+        from pathlib import Path
+        from gymllm.sandbox import SandboxSpec
+        from gymllm.sandbox.kubernetes import KubernetesHost, start_pod
+        async def main():
+            pod = await start_pod(KubernetesHost(kubeconfig=Path({str(host.kubeconfig)!r})),
+                                  SandboxSpec(image="python:3"))
+            stream = await pod.open(["sleep", "60"])
+            print(pod.name, flush=True)
+            await anyio.sleep_forever()
+        anyio.run(main)
+    """
+    child = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    name = await anyio.to_thread.run_sync(child.stdout.readline)
+    assert name.strip() in cluster.names()
+    (left,) = cluster.pods.values()
+    assert left.container is not None
+    async with running(host):  # its owner lives: nothing is taken from it
+        assert len(cluster.pods) == 2
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    again = replace(host, start_timeout_s=20)  # another host to us: it looks again
+    async with running(again):
+        with anyio.fail_after(5):
+            while len(cluster.pods) > 1:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+    assert not left.container.running()
+
+
+# The network
+
+
+async def test_a_network_policy_is_made_once(cluster: FakeCluster, host: KubernetesHost) -> None:
+    async with running(host) as pod, running(host):
+        assert "gymllm-no-network" in pod.limits.network
+    ((space, name),) = cluster.policies
+    assert (space, name) == ("boxes", "gymllm-no-network")
+    assert cluster.policies[space, name]["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    async with running(replace(host, starts_at_once=2)) as pod:
+        assert pod.limits.network
+    assert sum("POST /apis" in request for request in cluster.requests) == 1
+
+
+@pytest.mark.parametrize("verbs", [("get", "create"), ("create",)])
+async def test_without_a_policy_it_says_that_one_is_needed(
+    cluster: FakeCluster, host: KubernetesHost, verbs: tuple[str, ...]
+) -> None:
+    cluster.forbidden |= {(verb, "networkpolicies") for verb in verbs}
+    async with running(host) as pod:
+        assert not pod.limits.network
+        assert any("NetworkPolicy" in lack and "cannot" in lack for lack in pod.limits.lacks)
+
+
+async def test_a_policy_that_lets_through_is_not_taken_for_ours(
+    cluster: FakeCluster, host: KubernetesHost
+) -> None:
+    async with running(host):
+        pass
+    cluster.policies["boxes", "gymllm-no-network"]["spec"]["egress"] = [{}]
+    async with running(replace(host, starts_at_once=2)) as pod:
+        assert any("lets some through" in lack for lack in pod.limits.lacks)
+
+
+# Settings
+
+
+async def test_what_pods_cannot_have_is_refused(host: KubernetesHost, tmp_path: Path) -> None:
+    for spec, match in (
+        (SandboxSpec(), "image"),
+        (replace(SPEC, user="agent"), "number"),
+        (replace(SPEC, hidden=("/tests",)), "hidden"),
+        (replace(SPEC, mounts=(Mount(source=tmp_path, target="/x"),)), "mounts"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            await start_pod(host, spec)
+    for wrong in ({"namespace": "A_b"}, {"starts_at_once": 0}, {"cpu_request": 0.0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            KubernetesHost(**wrong)  # type: ignore[arg-type]  # on purpose
+
+
+async def test_no_cluster_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(SandboxStartError, match=r"KubernetesHost\(kubeconfig=\.\.\."):
+        await start_pod(KubernetesHost(), SPEC)
+    monkeypatch.delenv("KUBECONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SandboxStartError, match="no cluster is configured"):
+        await start_pod(KubernetesHost(), SPEC)
+
+
+async def test_a_context_that_is_not_there(host: KubernetesHost) -> None:
+    with pytest.raises(SandboxStartError, match="nowhere"):
+        await start_pod(replace(host, context="nowhere"), SPEC)
+
+
+async def test_a_wrong_token(cluster: FakeCluster, host: KubernetesHost, tmp_path: Path) -> None:
+    config = tmp_path / "wrong"
+    config.write_text(host.kubeconfig.read_text().replace("a-token", "stolen"))  # type: ignore[union-attr]
+    with pytest.raises(SandboxStartError, match="401 Unauthorized"):
+        await start_pod(replace(host, kubeconfig=config), SPEC)
+
+
+async def test_it_runs_on_trio_too(cluster: FakeCluster, host: KubernetesHost) -> None:
+    import trio
+
+    async def main() -> bytes:
+        async with running(host) as pod:
+            return await run(pod, "echo on")
+
+    assert await anyio.to_thread.run_sync(trio.run, main) == b"on\n"
+    assert not cluster.pods
+
+
+async def test_owners_are_labels() -> None:
+    assert re.fullmatch(r"[A-Za-z0-9][-A-Za-z0-9_.]{0,61}[A-Za-z0-9]", owner())
+    assert await anyio.to_thread.run_sync(owner) == owner()
+    assert not is_abandoned(pod_state({"metadata": {"labels": {}}}), datetime.now(UTC))
