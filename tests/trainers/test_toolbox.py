@@ -108,6 +108,10 @@ async def test_each_kind_of_agent_plays(kind, settings, answers, action) -> None
         ({"tools": ("mcp:python 'x",)}, r"can't be read \(No closing quotation\)"),
         ({"kind": "react"}, r"kind react needs agent\.tools: calculator, search:"),
         ({"kind": "format", "tools": ("calculator",)}, r"kind format calls no tools"),
+        (
+            {"kind": "env-tools", "tools": ("calculator",)},
+            r"kind env-tools calls no tools of its own",
+        ),
         ({"tag": "a b"}, r"agent\.tag must be a name"),
     ],
 )

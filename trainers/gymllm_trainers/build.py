@@ -14,8 +14,11 @@ from gymllm.agent import AgentFactory
 from gymllm.errors import ConfigError, EnvError, GymLLMError
 from gymllm.pool import EnvPool, execution_of
 from gymllm.registration import check_id, make
+from gymllm.tool_calls import ToolSchema, tool_name
 from gymllm_agents import (
     ConversationConfig,
+    EnvToolAgent,
+    EnvToolConfig,
     FormatAgent,
     FormatConfig,
     ModelAgent,
@@ -40,7 +43,7 @@ ToolForm = Literal[
     "plain",
     "qwen",
 ]
-AgentKind = Literal["auto", "model", "tool", "react", "format"]
+AgentKind = Literal["auto", "model", "tool", "react", "format", "env-tools"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,7 @@ async def _try_in_process(pool: EnvPool) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentConfig(ToolConfig, FormatConfig):
+class AgentConfig(ToolConfig, FormatConfig, EnvToolConfig):
     """The settings of every kind of agent."""
 
 
@@ -175,6 +178,7 @@ def build_agents(
     config: AgentConfig,
     tools: Sequence[Tool] = (),
     *,
+    env_tools: Sequence[ToolSchema] = (),
     kind: AgentKind = "auto",
     form: ToolForm = "auto",
 ) -> AgentFactory:
@@ -184,24 +188,46 @@ def build_agents(
         tokenizer: Has a chat template.
         config: The agents' settings.
         tools: What they may call.
-        kind: Which agent; "auto" is a `ToolAgent` with tools, else a `ModelAgent`.
+        env_tools: What the environment offers: `await pool.tools()`.
+        kind: Which agent; "auto" is an `EnvToolAgent` where the environment offers tools, a `ToolAgent`
+            with tools of its own, else a `ModelAgent`.
         form: How they write calls; "auto" is as the chat template shows them.
 
     Raises:
-        ConfigError: A tool can't be called in this form, or there are none for such an agent.
+        ConfigError: A tool can't be called in this form, there are none for such an agent, or both the
+            agent and the environment have some.
         ModelError: The tokenizer's chat template can't be used.
     """
     if kind == "auto":
-        kind = "tool" if tools else "model"
+        kind = "env-tools" if env_tools else "tool" if tools else "model"
     if kind == "format":
         return FormatAgent.factory(tokenizer, _only(FormatConfig, config))
     if kind == "model":
         return ModelAgent.factory(tokenizer, _only(ConversationConfig, config))
+    parser = None if form == "auto" else form
+    if kind == "env-tools":
+        _check_env_tools(env_tools, tools)
+        return EnvToolAgent.factory(
+            tokenizer, _only(EnvToolConfig, config), tools=env_tools, parser=parser
+        )
     plain = _only(ToolConfig, config)
     if kind == "react":
         return ReActAgent.factory(tokenizer, plain, tools=tools)
-    parser = None if form == "auto" else form
     return ToolAgent.factory(tokenizer, plain, tools=tools, parser=parser)
+
+
+def _check_env_tools(env_tools: Sequence[ToolSchema], tools: Sequence[Tool]) -> None:
+    if not env_tools:
+        raise ConfigError(
+            "agent.kind env-tools is for environments that offer tools (Env.tools), and this one offers "
+            "none. Leave agent.kind out, or choose another environment."
+        )
+    if tools:
+        raise ConfigError(
+            f"the environment offers tools ({', '.join(map(tool_name, env_tools))}), so the agent can have "
+            f"none of its own, but agent.tools has {', '.join(tool.name for tool in tools)}. Leave them "
+            "out; or set agent.kind to tool, whose final answers are the actions."
+        )
 
 
 C = TypeVar("C", bound=ConversationConfig)

@@ -27,6 +27,7 @@ from gymllm.memory import collect_rarely
 from gymllm.task import SeededTasks
 from gymllm.team import ANYONE, Team
 from gymllm.timeline import Timeline
+from gymllm.tool_calls import ToolSchema
 from gymllm.trajectory import Trajectory
 from gymllm.transcripts import to_json, write_html
 from gymllm_agents import Tokenizer, train_tokenizer
@@ -330,7 +331,8 @@ async def play(
         engine, tokenizer = _engine(evaluation, timeline)
         others: list[Engine] = []
         try:
-            team = _team(evaluation, tokenizer, toolbox, timeline, others)
+            tools = await pool.tools()
+            team = _team(evaluation, tokenizer, toolbox, tools, timeline, others)
             return await evaluate(
                 pool=pool,
                 team=team,
@@ -367,6 +369,7 @@ def _team(
     evaluation: Evaluation,
     tokenizer: Tokenizer,
     toolbox: Toolbox,
+    env_tools: Sequence[ToolSchema],
     timeline: Timeline,
     others: list[Engine],
 ) -> Team:
@@ -392,7 +395,14 @@ def _team(
             return made[settings]
         return None  # a model that no run trained is as it was
 
-    return build_team(tokenizer, evaluation.agent, players, toolbox=toolbox, engine_of=engine_of)
+    return build_team(
+        tokenizer,
+        evaluation.agent,
+        players,
+        toolbox=toolbox,
+        env_tools=env_tools,
+        engine_of=engine_of,
+    )
 
 
 def _scripted(evaluation: Evaluation, tokenizer: Tokenizer, skill: float) -> Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ from gymllm.engine import Engine
 from gymllm.engines.scripted import ScriptedEngine
 from gymllm.errors import ConfigError, UnknownNameError
 from gymllm.team import ANYONE, Player, Team
+from gymllm.tool_calls import ToolSchema
 from gymllm_agents import Tokenizer
 from gymllm_envs.scripted import SCRIPTED_PLAYERS, ScriptedPlayer
 from gymllm_trainers.build import AgentConfig, AgentKind, ToolForm, build_agents
@@ -26,9 +27,10 @@ class AgentSettings(AgentConfig):
     """The agent: what the policy is told, how it answers, what it may call."""
 
     kind: AgentKind = "auto"
-    """auto: a tool agent with tools, else a model agent. model: its whole answer is the action; tool: its
-    first answer without a call; react: the same in lines of text (Thought, Action, Final Answer); format:
-    what is in a tag, or what a pattern finds."""
+    """auto: env-tools where the environment offers tools, a tool agent with tools of its own, else a model
+    agent. model: its whole answer is the action; tool: its first answer without a call; react: the same in
+    lines of text (Thought, Action, Final Answer); format: what is in a tag, or what a pattern finds;
+    env-tools: each call of one of the environment's tools."""
     tools: tuple[str, ...] = ()
     """What it may call inside a turn: calculator; search:FOLDER, passages of the text files there;
     mcp:COMMAND or mcp:URL, the tools of an MCP server."""
@@ -40,10 +42,10 @@ class AgentSettings(AgentConfig):
         super().__post_init__()
         for name in self.tools:
             check_tool_name(name)
-        if self.tools and self.kind in ("model", "format"):
+        if self.tools and self.kind in ("model", "format", "env-tools"):
             raise ConfigError(
-                f"agent.kind {self.kind} calls no tools, but agent.tools is {', '.join(self.tools)}. Leave "
-                "one of them out."
+                f"agent.kind {self.kind} calls no tools of its own, but agent.tools is "
+                f"{', '.join(self.tools)}. Leave one of them out."
             )
         if not self.tools and self.kind in ("tool", "react"):
             raise ConfigError(
@@ -118,6 +120,7 @@ def build_team(
     players: Mapping[str, PlayerSettings],
     *,
     toolbox: Toolbox | None = None,
+    env_tools: Sequence[ToolSchema] = (),
     engine_of: Callable[[PlayerSettings], Engine | None] = lambda settings: None,
 ) -> Team:
     """A team of the players; without any, one agent without a name.
@@ -127,6 +130,7 @@ def build_team(
         agent: What all have in common.
         players: By the environment's name of their agent.
         toolbox: The tools that they name, if they do.
+        env_tools: What the environment offers: `await pool.tools()`.
         engine_of: Gives a player's engine; None is the run's own.
 
     Raises:
@@ -142,7 +146,9 @@ def build_team(
         }
         own = dataclasses.replace(agent, **changes)
         tools = [tool for tool_name in own.tools for tool in (toolbox or {})[tool_name]]
-        factory = build_agents(tokenizer, own, tools, kind=own.kind, form=own.tool_form)
+        factory = build_agents(
+            tokenizer, own, tools, env_tools=env_tools, kind=own.kind, form=own.tool_form
+        )
         team[name] = Player(factory, engine=engine_of(settings), trainable=settings.trained)
     return team
 

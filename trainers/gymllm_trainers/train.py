@@ -171,6 +171,7 @@ async def _set_up_and_train(session: _Session) -> None:
                 config.agent,
                 config.players,
                 toolbox=toolbox,
+                env_tools=await pool.tools(),
                 engine_of=lambda settings: _other_engine(session, model, others, settings),
             )
             await _train(session, pool, model.tokenizer, team, learner, engine)
@@ -315,13 +316,14 @@ async def _model(
             "--warm-start.no-enabled."
         )
     else:
+        env_tools = await pool.tools()
         await warm_start(
             folder,
             settings,
             pool=pool,
             player=player,
             agents=lambda tokenizer: build_team(
-                tokenizer, config.agent, config.players, toolbox=toolbox
+                tokenizer, config.agent, config.players, toolbox=toolbox, env_tools=env_tools
             ),
             limits=config.rollout.limits,
             context_length=config.engine.context_length,
