@@ -46,6 +46,7 @@ from gymllm.pool import Played as Played
 from gymllm.registration import load_plugins
 from gymllm.registration import make as make
 from gymllm.spaces import Unicode as Unicode
+from gymllm.task import ListedTasks as ListedTasks
 from gymllm.task import SeededTasks as SeededTasks
 from gymllm.task import Task as Task
 from gymllm.task import TaskSource as TaskSource
@@ -78,6 +79,7 @@ __all__ = [
     "Generation",
     "Group",
     "LeasedEnv",
+    "ListedTasks",
     "Message",
     "Played",
     "Player",

@@ -112,6 +112,14 @@ class Env(gymnasium.Env[str, str], ABC):
             Observation, reward, terminated, truncated and info, as `gymnasium.Env.step`.
         """
 
+    def task_ids(self) -> Sequence[str]:
+        """Names of the tasks there are, as `reset(options={"task": name})` takes them.
+
+        Empty where tasks differ by their seed alone, and there is no end of them. May take long the first
+        time, where tasks have to be fetched or made.
+        """
+        return ()
+
     async def aclose(self) -> None:
         """Releases what the environment holds; called once, by `close`."""
 

@@ -6,8 +6,9 @@ between members is only the sampling seed. No global random state is read or wri
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -74,3 +75,38 @@ class SeededTasks:
             seed=derive_seed("task", self.run_seed, self.split, which),
             options=self.options,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedTasks:
+    """Tasks that an environment has by name (`Env.task_ids`), over and over; each once before any again."""
+
+    run_seed: int
+    """Seed of the run."""
+    ids: Sequence[str]
+    """Their names, as the reset option "task" takes them."""
+    split: str = "train"
+    """Names a stream of seeds of its own."""
+    shuffle: bool = False
+    """Whether each pass has an order of its own, a function of the run's seed and the pass."""
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Reset options of every task, beside "task"."""
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            raise ConfigError("ListedTasks needs at least one task, got none.")
+
+    def task(self, index: int) -> Task:
+        round_, place = divmod(index, len(self.ids))
+        if self.shuffle:
+            place = _order(self.run_seed, self.split, round_, tuple(self.ids))[place]
+        name = self.ids[place]
+        seed = derive_seed("task", self.run_seed, self.split, name, round_)
+        return Task(index=index, id=name, seed=seed, options={**self.options, "task": name})
+
+
+@functools.lru_cache(maxsize=4)
+def _order(run_seed: int, split: str, round_: int, ids: tuple[str, ...]) -> list[int]:
+    """One pass's order."""
+    keys = [derive_seed("order", run_seed, split, round_, name) for name in ids]
+    return sorted(range(len(keys)), key=lambda place: (keys[place], place))

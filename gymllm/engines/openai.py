@@ -32,6 +32,7 @@ from gymllm.spaces import Image
 if TYPE_CHECKING:
     import httpx
 
+OPENAI_URL = "https://api.openai.com/v1"
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 """Before the first retry, doubled at each, and at most; a server's Retry-After counts instead."""
 MOST_BYTES = 64 << 20
@@ -52,7 +53,7 @@ class OpenAIEngine:
         self,
         model: str,
         *,
-        url: str = "https://api.openai.com/v1",
+        url: str = OPENAI_URL,
         api_key: str | None = None,
         context_length: int = 1_000_000,
         timeout_s: float = 600.0,

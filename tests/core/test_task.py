@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gymllm.errors import ConfigError
-from gymllm.task import SeededTasks, Task, derive_seed
+from gymllm.task import ListedTasks, SeededTasks, Task, derive_seed
 
 
 def test_seeds_are_the_same_in_every_version() -> None:
@@ -91,3 +91,23 @@ def test_no_global_random_state_is_touched() -> None:
 def test_no_tasks_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match=r"tasks\.count must be >= 1 or none, got 0"):
         SeededTasks(run_seed=0, count=0)
+
+
+def test_listed_tasks_come_once_each_before_any_comes_again() -> None:
+    tasks = ListedTasks(run_seed=4, ids=["a", "b", "c"], options={"size": 2})
+    assert [tasks.task(index).id for index in range(4)] == ["a", "b", "c", "a"]
+    assert tasks.task(1).options == {"size": 2, "task": "b"}
+    assert tasks.task(0).seed != tasks.task(3).seed
+    with pytest.raises(ConfigError, match="at least one task"):
+        ListedTasks(run_seed=0, ids=[])
+
+
+def test_shuffled_tasks_have_an_order_of_their_own_in_each_pass() -> None:
+    names = [str(number) for number in range(12)]
+    tasks = ListedTasks(run_seed=1, ids=names, shuffle=True)
+    passes = [[tasks.task(12 * pass_ + n).id for n in range(12)] for pass_ in range(3)]
+    assert all(sorted(order) == sorted(names) for order in passes)
+    assert len({tuple(order) for order in passes}) == 3
+    assert passes[0] == [
+        ListedTasks(run_seed=1, ids=names, shuffle=True).task(n).id for n in range(12)
+    ]

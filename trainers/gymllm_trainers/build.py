@@ -6,14 +6,16 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import gymnasium
 
 from gymllm.agent import AgentFactory
+from gymllm.env import Env
 from gymllm.errors import ConfigError, EnvError, GymLLMError
 from gymllm.pool import EnvPool, execution_of
-from gymllm.registration import check_id, make
+from gymllm.registration import check_id, entry_point_of, make
+from gymllm.task import ListedTasks, SeededTasks, TaskSource
 from gymllm.tool_calls import ToolSchema, tool_name
 from gymllm_agents import (
     ConversationConfig,
@@ -55,7 +57,8 @@ class EnvSettings:
     kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     """Arguments of the environment; on the command line --env.kwargs.size 5, one flag each."""
     tasks: int | None = None
-    """How many different tasks there are, played over and over; none is endless."""
+    """How many different tasks there are, played over and over; none is endless, or all that the
+    environment lists."""
     worker: Literal["auto", "inline", "thread", "process"] = "auto"
     """inline: environments run on the event loop, for those that never block; thread: each in a
     thread of its own; process: in processes of their own, for those that compute, leak or crash;
@@ -137,6 +140,36 @@ def _pool(env: EnvSettings, num_envs: int) -> EnvPool:
     return pool
 
 
+def task_source(env: EnvSettings, *, run_seed: int, split: str, shuffle: bool) -> TaskSource:
+    """The tasks of a run: those that the environment lists by name, else endless ones by seed.
+
+    Args:
+        env: `env.tasks` takes so many of them.
+        run_seed: The run's seed.
+        split: Names a stream of seeds of its own.
+        shuffle: Whether listed tasks come in another order in each pass.
+
+    Raises:
+        GymLLMError: The environment can't be made, or its tasks can't be had.
+        ConfigError: `env.tasks` is more than there are.
+    """
+    make_env = functools.partial(make, env.id, **env.kwargs)
+    if not hasattr(entry_point_of(make_env), "task_ids"):
+        return SeededTasks(run_seed=run_seed, split=split, count=env.tasks)
+    made = make_env()
+    try:
+        ids = cast("Env", made.unwrapped).task_ids()
+    finally:
+        made.close()
+    if not ids:
+        return SeededTasks(run_seed=run_seed, split=split, count=env.tasks)
+    if env.tasks is not None and env.tasks > len(ids):
+        raise ConfigError(
+            f"env.tasks is {env.tasks}, but {env.id} has {len(ids)} tasks with these arguments."
+        )
+    return ListedTasks(run_seed=run_seed, split=split, ids=tuple(ids[: env.tasks]), shuffle=shuffle)
+
+
 def _try_here(env_id: str, make_env: Callable[[], gymnasium.Env[str, str]]) -> None:
     """Makes and closes one environment."""
     try:
@@ -174,7 +207,7 @@ class AgentConfig(ToolConfig, FormatConfig, EnvToolConfig):
 
 
 def build_agents(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     config: AgentConfig,
     tools: Sequence[Tool] = (),
     *,
@@ -185,7 +218,7 @@ def build_agents(
     """What makes the agent of each episode.
 
     Args:
-        tokenizer: Has a chat template.
+        tokenizer: Has a chat template. None: for chat engines alone (OpenAI), which need none.
         config: The agents' settings.
         tools: What they may call.
         env_tools: What the environment offers: `await pool.tools()`.

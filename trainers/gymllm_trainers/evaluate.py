@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import time
@@ -13,25 +14,26 @@ from pathlib import Path
 from typing import Literal
 
 import anyio
+import anyio.to_thread
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from gymllm.engine import Engine
+from gymllm.engines.openai import OPENAI_URL, OpenAIEngine
 from gymllm.episode import EpisodeLimits
 from gymllm.errors import ConfigError, ModelError, RunError, UnknownNameError
 from gymllm.evaluation import Estimate, EvaluationResult, evaluate
 from gymllm.event_loop import LOOP_OPTIONS
 from gymllm.memory import collect_rarely
-from gymllm.task import SeededTasks
 from gymllm.team import ANYONE, Team
 from gymllm.timeline import Timeline
 from gymllm.tool_calls import ToolSchema
 from gymllm.trajectory import Trajectory
 from gymllm.transcripts import to_json, write_html
 from gymllm_agents import Tokenizer, train_tokenizer
-from gymllm_trainers.build import EnvSettings, open_pool
+from gymllm_trainers.build import EnvSettings, open_pool, task_source
 from gymllm_trainers.checkpoint import Checkpointer
 from gymllm_trainers.config import TrainConfig, take_env_kwargs, take_players
 from gymllm_trainers.config_files import merge, parse_scalar, read_yaml
@@ -53,6 +55,9 @@ from gymllm_trainers.toolbox import Toolbox, open_tools
 from gymllm_trainers.train import TINY, policy_decoder, warm_start_folder
 
 SCRIPTED = "scripted"
+OPENAI = "openai:"
+SERVER_CONTEXT = 1_000_000
+"""Tokens: the server is the one who knows."""
 SCRIPTED_CONTEXT = 65_536
 """Tokens that a scripted player reads at most: its text is bytes, and costs nothing."""
 
@@ -62,8 +67,11 @@ class EvalSettings:
     """What is evaluated. Zero or empty means as the run, or --config, has it."""
 
     model: str
-    """A run's folder (runs/NAME), a model folder, a .gguf file, a hub name, "smollm2", or
-    "scripted": the environment's own scripted player."""
+    """A run's folder (runs/NAME), a model folder, a .gguf file, a hub name, "smollm2";
+    "scripted": the environment's own scripted player; or "openai:NAME", a model of a server."""
+    url: str = ""
+    """openai:NAME: the server, up to what is before /chat/completions; vLLM, SGLang, llama.cpp and most
+    hosts serve the same. Default: OpenAI's own. The key is OPENAI_API_KEY."""
     env: str = ""
     """Environment; default: the one of the run, else gymllm/FrozenLake-v0. Its other settings are those
     of gymllm-train: --env.worker process, --env.step-timeout-s 300, ..."""
@@ -74,7 +82,8 @@ class EvalSettings:
     config: Path | None = None
     """A training configuration whose environment and agent are used."""
     episodes: int = 64
-    """Episodes, each of another task; none is a task that training plays."""
+    """Episodes, each of another task; none is a task that training plays, unless the environment lists
+    its tasks by name: then those, in order, over and over."""
     seed: int = 0
     """Decides tasks and sampling."""
     temperature: float | None = None
@@ -99,6 +108,12 @@ class EvalSettings:
             if getattr(self, name) < 0:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be >= 0, got {getattr(self, name)}.")
+        if self.url and not self.model.startswith(OPENAI):
+            raise ConfigError(f"--url is for --model openai:NAME, got --model {self.model}.")
+        if self.model == OPENAI:
+            raise ConfigError(
+                "--model openai: needs the server's name of the model behind the colon."
+            )
         if not 0 <= self.skill <= 1:
             raise ConfigError(f"--skill must be from 0 to 1, got {self.skill}.")
 
@@ -109,6 +124,8 @@ class Evaluation:
 
     model: str
     """As the user wrote it."""
+    url: str
+    """Of its server, where it has one; empty: the usual one."""
     env: EnvSettings
     agent: AgentSettings
     players: Mapping[str, PlayerSettings]
@@ -169,11 +186,14 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
     if settings.max_turns:
         limits = dataclasses.replace(limits, max_turns=settings.max_turns)
     concurrency = settings.concurrency or min(base.engine.slots, settings.episodes)
-    context_length = settings.context_length or (
-        SCRIPTED_CONTEXT if settings.model == SCRIPTED else base.engine.context_length
-    )
+    context_length = settings.context_length or base.engine.context_length
+    if not settings.context_length and settings.model == SCRIPTED:
+        context_length = SCRIPTED_CONTEXT
+    if not settings.context_length and settings.model.startswith(OPENAI):
+        context_length = SERVER_CONTEXT
     return Evaluation(
         model=settings.model,
+        url=settings.url,
         env=env,
         agent=agent,
         players=base.players,
@@ -333,11 +353,13 @@ async def play(
         try:
             tools = await pool.tools()
             team = _team(evaluation, tokenizer, toolbox, tools, timeline, others)
+            source = functools.partial(task_source, env, run_seed=evaluation.seed, shuffle=False)
+            tasks = await anyio.to_thread.run_sync(functools.partial(source, split="evaluation"))
             return await evaluate(
                 pool=pool,
                 team=team,
                 engine=engine,
-                tasks=SeededTasks(run_seed=evaluation.seed, split="evaluation", count=env.tasks),
+                tasks=tasks,
                 episodes=evaluation.episodes,
                 concurrency=evaluation.concurrency,
                 run_seed=evaluation.seed,
@@ -352,10 +374,11 @@ async def play(
                     await one.aclose()
 
 
-def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokenizer]:
+def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokenizer | None]:
+    if evaluation.model.startswith(OPENAI):
+        return _server(evaluation), None
     if evaluation.model == SCRIPTED:
-        # Any tokenizer does: the player reads and writes text. One without merges is made at once.
-        tokenizer = train_tokenizer([], vocab_size=259)
+        tokenizer = _plain()
         return _scripted(evaluation, tokenizer, evaluation.skill), tokenizer
     if evaluation.run is not None:
         decoder, tokenizer = _run_policy(RunFolder(Path(evaluation.model)), evaluation.run)
@@ -365,9 +388,23 @@ def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokeniz
     return JaxEngine(decoder, evaluation.engine, timeline=timeline), tokenizer
 
 
+def _plain() -> Tokenizer:
+    """Any does for a scripted player, who reads and writes text. One without merges is made at once."""
+    return train_tokenizer([], vocab_size=259)
+
+
+def _server(evaluation: Evaluation) -> Engine:
+    return OpenAIEngine(
+        evaluation.model.removeprefix(OPENAI),
+        url=evaluation.url or OPENAI_URL,
+        context_length=evaluation.engine.context_length,
+        max_concurrent=evaluation.concurrency,
+    )
+
+
 def _team(
     evaluation: Evaluation,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     toolbox: Toolbox,
     env_tools: Sequence[ToolSchema],
     timeline: Timeline,
@@ -390,7 +427,7 @@ def _team(
             return made[key]
         if settings.engine == "scripted":
             if settings not in made:
-                made[settings] = _scripted(evaluation, tokenizer, settings.skill)
+                made[settings] = _scripted(evaluation, tokenizer or _plain(), settings.skill)
                 others.append(made[settings])
             return made[settings]
         return None  # a model that no run trained is as it was

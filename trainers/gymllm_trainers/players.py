@@ -115,7 +115,7 @@ def check_players(players: Mapping[str, PlayerSettings], *, temperature: float) 
 
 
 def build_team(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     agent: AgentSettings,
     players: Mapping[str, PlayerSettings],
     *,
@@ -126,7 +126,7 @@ def build_team(
     """A team of the players; without any, one agent without a name.
 
     Args:
-        tokenizer: Has a chat template.
+        tokenizer: Has a chat template. None: for chat engines alone (OpenAI).
         agent: What all have in common.
         players: By the environment's name of their agent.
         toolbox: The tools that they name, if they do.

@@ -23,13 +23,12 @@ from gymllm.event_loop import LOOP_OPTIONS
 from gymllm.memory import collect_rarely
 from gymllm.pool import EnvPool
 from gymllm.rollout import AdmissionGate, Rollout
-from gymllm.task import SeededTasks
 from gymllm.team import Team
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Group, Trajectory
 from gymllm_agents import Tokenizer
 from gymllm_envs.scripted import SCRIPTED_PLAYERS
-from gymllm_trainers.build import open_pool
+from gymllm_trainers.build import open_pool, task_source
 from gymllm_trainers.checkpoint import Checkpointer, Json
 from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.config import TrainConfig, open_run_folder
@@ -201,7 +200,7 @@ async def _train(
         pool=pool,
         team=team,
         engine=engine,
-        tasks=SeededTasks(run_seed=config.seed, count=config.env.tasks),
+        tasks=task_source(config.env, run_seed=config.seed, split="train", shuffle=True),
         config=config.rollout,
         gate=gate,
         run_seed=config.seed,
