@@ -67,7 +67,7 @@ class DockerHost:
     """Whether images that aren't there are fetched."""
     starts_at_once: int = 8
     pulls_at_once: int = 2
-    timeout_s: float = 120.0
+    timeout_s: int = 120
     """For an answer to one call; pulls may be silent for as long."""
     capabilities: tuple[str, ...] = ()
     """Those that commands keep, such as "CHOWN": images whose scripts need root to be root."""
@@ -259,7 +259,7 @@ class Daemon:
         try:
             all_hosts = _waiting.get()
         except LookupError:
-            all_hosts = {}
+            all_hosts: dict[DockerHost, _Waiting] = {}
             _waiting.set(all_hosts)
         if self.host not in all_hosts:
             all_hosts[self.host] = _Waiting(

@@ -41,7 +41,7 @@ class Api(Protocol):
     def exec_resize(self, exec_id: str, *, height: int, width: int) -> None: ...
 
 
-def connect(url: str, timeout_s: float) -> Api:
+def connect(url: str, timeout_s: int) -> Api:
     """A client of the daemon at this address, or at the SDK's default.
 
     Raises:
@@ -63,5 +63,5 @@ def not_found() -> type[Exception]:
 
 
 def name_and_tag(image: str) -> tuple[str, str]:
-    name, tag = cast("tuple[str, str | None]", docker.utils.parse_repository_tag(image))
+    name, tag = docker.utils.parse_repository_tag(image)
     return name, tag or "latest"

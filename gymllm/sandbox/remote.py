@@ -36,6 +36,7 @@ from gymllm.sandbox import remote_files, remote_programs
 from gymllm.sandbox.interface import (
     MAX_FILE_BYTES,
     MAX_OUTPUT_BYTES,
+    TERMINAL_PROGRAM,
     ExecResult,
     FileEntry,
     Limits,
@@ -46,6 +47,7 @@ from gymllm.sandbox.output import Kept
 from gymllm.sandbox.remote_exec import Command, FileSink, Keeper, Ran
 from gymllm.sandbox.remote_marks import Sink
 from gymllm.sandbox.remote_shell import RemoteShell
+from gymllm.sandbox.remote_terminal import RemoteTerminal
 from gymllm.sandbox.state import state
 
 _FILE_TIMEOUT_S = 30.0
@@ -151,7 +153,7 @@ class RemoteSandbox:
         self._keeper: Keeper | None = None
         self._ends: float | None = None
         self._closed = self._gone = False
-        self._shells: list[RemoteShell] = []
+        self._shells: list[RemoteShell | RemoteTerminal] = []
 
     async def start(self, archive: Path | None = None) -> None:
         """Starts it, with this work tree or the spec's; cleans up if that fails or is cancelled."""
@@ -235,6 +237,27 @@ class RemoteSandbox:
         await shell.restart()
         self._shells = [old for old in self._shells if old.alive] + [shell]
         return shell
+
+    async def terminal(
+        self,
+        argv: Sequence[str | bytes] = TERMINAL_PROGRAM,
+        *,
+        columns: int = 80,
+        rows: int = 24,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> RemoteTerminal:
+        self.live()
+        terminal = RemoteTerminal(self)
+        await terminal.start(
+            words_of(argv, "terminal"),
+            columns=columns,
+            rows=rows,
+            cwd=self.inside(cwd or ""),
+            env={**self._spec.env, **(env or {})},
+        )
+        self._shells = [old for old in self._shells if old.alive] + [terminal]
+        return terminal
 
     async def read(self, path: str, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         remote_files.check(path)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
-import anyio.to_thread
 
 from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox.output import Kept

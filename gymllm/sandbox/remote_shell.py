@@ -28,11 +28,15 @@ from gymllm.sandbox.shell import quoted as quoted_for_bash
 if TYPE_CHECKING:
     from gymllm.sandbox.remote import ProcessStream, RemoteSandbox
 
-# 255 is where it believes its terminal to be: a real one stops complaints when a job dies of a signal.
 _BASH = b"bash --norc --noprofile --noediting -i"
+# What it starts with as its errors it takes for its terminal, whose modes it keeps for its jobs: without a
+# real one it complains whenever one dies of a signal. `exec` would end the sh if there were none.
+_BASH_START = (
+    b"if (: 2<>/dev/ptmx) 2>/dev/null; then exec %s 2<>/dev/ptmx; else exec %s 2>/dev/null; fi\n"
+) % (_BASH, _BASH)
 _BASH_SETTINGS = (
     b"PS1= PS2= PROMPT_COMMAND=; unset HISTFILE MAILCHECK; set +o history +H; set -m; "
-    b"exec 254>&1 255<>/dev/ptmx >/dev/null\n"
+    b"exec 254>&1 >/dev/null 2>/dev/null\n"
 )
 _SH_SETTINGS = b"PS1= PS2=; unset ENV MAIL; exec 9>&1 >/dev/null\n"
 _START_TIMEOUT_S = 10.0
@@ -44,7 +48,7 @@ class _Dialect:
     """How one kind of shell is spoken to."""
 
     def __init__(self, *, is_bash: bool) -> None:
-        self.start = _BASH if is_bash else b"sh -i"
+        self.start = _BASH_START if is_bash else b"exec sh -i 2>/dev/null\n"
         self.settings = _BASH_SETTINGS if is_bash else _SH_SETTINGS
         self._out = b"254" if is_bash else b"9"  # dash takes one digit only
         self._prefix = b"\\builtin " if is_bash else b"\\command "
@@ -100,8 +104,7 @@ class RemoteShell:
             with anyio.move_on_after(_START_TIMEOUT_S):
                 begun, ready = self._marks.new_word(), self._marks.new_word()
                 program = (
-                    b"cd -- %s || exit 127\n%sunset program line\nprintf '%%s %%s\\n' %s $$\n"
-                    b"exec %s 2>/dev/null\n"
+                    b"cd -- %s || exit 127\n%sunset program line\nprintf '%%s %%s\\n' %s $$\n%s"
                 ) % (
                     remote_programs.quoted(self._cwd),
                     self._exports,
