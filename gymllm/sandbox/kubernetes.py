@@ -96,12 +96,12 @@ class KubernetesHost:
                 raise ConfigError(f"kubernetes.{name} must be > 0 or None, got {value}.")
 
 
-async def start_pod(host: KubernetesHost, spec: SandboxSpec) -> Container:
+async def start_pod(spec: SandboxSpec, host: KubernetesHost) -> Container:
     """Starts a pod, waits until it runs; leaves none if that fails or is cancelled.
 
     Args:
-        host: Where.
         spec: What it is made from; needs an image that has a POSIX sh and sleep.
+        host: Where.
 
     Raises:
         MissingExtraError: The `kubernetes` package isn't installed.
@@ -116,4 +116,4 @@ async def start_pod(host: KubernetesHost, spec: SandboxSpec) -> Container:
         raise MissingExtraError(
             'Pods as sandboxes need the official client: pip install "gymllm[kubernetes]".'
         ) from error
-    return await start(host, spec)
+    return await start(spec, host)

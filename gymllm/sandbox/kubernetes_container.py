@@ -60,7 +60,7 @@ class PodContainer:
     async def commit(self) -> str | None:
         return None  # the API has no such call
 
-    async def discard(self, image: str) -> None:
+    def discard(self, image: str) -> None:
         raise AssertionError(f"pods make no images: {image!r}")
 
     async def remove(self) -> None:
@@ -88,7 +88,7 @@ class PodContainer:
         return f"Pod {self.name} has ended: {pod.failure}." if pod.over else None
 
 
-async def start(host: KubernetesHost, spec: SandboxSpec) -> PodContainer:
+async def start(spec: SandboxSpec, host: KubernetesHost) -> PodContainer:
     """Starts a pod; see `gymllm.sandbox.kubernetes.start_pod`."""
     _check(spec)
     cluster = await cluster_of(host)

@@ -49,7 +49,7 @@ def host(cluster: FakeCluster, tmp_path: Path) -> KubernetesHost:
 
 @asynccontextmanager
 async def running(host: KubernetesHost, spec: SandboxSpec = SPEC) -> AsyncGenerator[PodContainer]:
-    pod = await start_pod(host, spec)
+    pod = await start_pod(spec, host)
     assert isinstance(pod, PodContainer)
     try:
         yield pod
@@ -164,7 +164,7 @@ async def test_an_image_that_cannot_be_had(
 ) -> None:
     cluster.bad_images["python:3"] = (reason, message)
     with pytest.raises(SandboxStartError, match=f"{reason}: {re.escape(message)}"):
-        await start_pod(host, SPEC)
+        await start_pod(SPEC, host)
     assert not cluster.pods
 
 
@@ -185,7 +185,7 @@ async def test_an_image_without_sleep_says_so(cluster: FakeCluster, host: Kubern
 async def test_no_node_has_room(cluster: FakeCluster, host: KubernetesHost) -> None:
     cluster.no_room = True
     with pytest.raises(SandboxStartError, match=r"Unschedulable: 0/1 nodes .* Insufficient memory"):
-        await start_pod(replace(host, schedule_timeout_s=0.05), SPEC)
+        await start_pod(SPEC, replace(host, schedule_timeout_s=0.05))
     assert not cluster.pods
 
 
@@ -193,7 +193,7 @@ async def test_a_quota_that_is_used_up(cluster: FakeCluster, host: KubernetesHos
     cluster.quota = 1
     async with running(host):
         with pytest.raises(SandboxStartError, match="exceeded quota: few"):
-            await start_pod(host, SPEC)
+            await start_pod(SPEC, host)
         assert len(cluster.pods) == 1
 
 
@@ -203,7 +203,7 @@ async def test_what_we_may_not_do_is_named(
 ) -> None:
     cluster.forbidden.add((verb, "pods"))
     with pytest.raises(SandboxStartError, match=match):
-        await start_pod(host, SPEC)
+        await start_pod(SPEC, host)
 
 
 async def test_a_watch_that_is_forbidden_is_named(
@@ -212,7 +212,7 @@ async def test_a_watch_that_is_forbidden_is_named(
     cluster.forbidden.add(("watch", "pods"))
     cluster.slow_pull("python:3")
     with pytest.raises(SandboxStartError, match=r"ContainerCreating|cannot watch"):
-        await start_pod(replace(host, start_timeout_s=0.3), SPEC)
+        await start_pod(SPEC, replace(host, start_timeout_s=0.3))
     cluster.forbidden.clear()
 
 
@@ -234,7 +234,7 @@ async def test_what_passes_is_tried_again(cluster: FakeCluster, host: Kubernetes
 async def test_patience_ends(cluster: FakeCluster, host: KubernetesHost) -> None:
     cluster.refusals += [("POST pods", Refusal(429, "TooManyRequests", "busy"))] * 50
     with pytest.raises(SandboxStartError, match=r"busy .429 TooManyRequests"):
-        await start_pod(replace(host, patience_s=0.3), SPEC)
+        await start_pod(SPEC, replace(host, patience_s=0.3))
 
 
 async def test_an_answer_that_is_lost_makes_no_second_pod(
@@ -260,7 +260,7 @@ async def test_a_start_that_is_late_says_what_it_waits_for(
         }
     )
     with pytest.raises(SandboxStartError, match=r"start_timeout_s=0.1: ContainerCreating; Pulling"):
-        await start_pod(replace(host, start_timeout_s=0.1), SPEC)
+        await start_pod(SPEC, replace(host, start_timeout_s=0.1))
     assert not cluster.pods
 
 
@@ -462,8 +462,8 @@ async def test_pods_of_a_killed_process_are_removed_by_the_next(
         from gymllm.sandbox import SandboxSpec
         from gymllm.sandbox.kubernetes import KubernetesHost, start_pod
         async def main():
-            pod = await start_pod(KubernetesHost(kubeconfig=Path({str(host.kubeconfig)!r})),
-                                  SandboxSpec(image="python:3"))
+            pod = await start_pod(SandboxSpec(image="python:3"),
+                                  KubernetesHost(kubeconfig=Path({str(host.kubeconfig)!r})))
             stream = await pod.open(["sleep", "60"])
             print(pod.name, flush=True)
             await anyio.sleep_forever()
@@ -535,7 +535,7 @@ async def test_what_pods_cannot_have_is_refused(host: KubernetesHost, tmp_path: 
         (replace(SPEC, mounts=(Mount(source=tmp_path, target="/x"),)), "mounts"),
     ):
         with pytest.raises(ConfigError, match=match):
-            await start_pod(host, spec)
+            await start_pod(spec, host)
     for wrong in ({"namespace": "A_b"}, {"starts_at_once": 0}, {"cpu_request": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             KubernetesHost(**wrong)  # type: ignore[arg-type]  # on purpose
@@ -544,23 +544,23 @@ async def test_what_pods_cannot_have_is_refused(host: KubernetesHost, tmp_path: 
 async def test_no_cluster_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(SandboxStartError, match=r"KubernetesHost\(kubeconfig=\.\.\."):
-        await start_pod(KubernetesHost(), SPEC)
+        await start_pod(SPEC, KubernetesHost())
     monkeypatch.delenv("KUBECONFIG")
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(SandboxStartError, match="no cluster is configured"):
-        await start_pod(KubernetesHost(), SPEC)
+        await start_pod(SPEC, KubernetesHost())
 
 
 async def test_a_context_that_is_not_there(host: KubernetesHost) -> None:
     with pytest.raises(SandboxStartError, match="nowhere"):
-        await start_pod(replace(host, context="nowhere"), SPEC)
+        await start_pod(SPEC, replace(host, context="nowhere"))
 
 
 async def test_a_wrong_token(cluster: FakeCluster, host: KubernetesHost, tmp_path: Path) -> None:
     config = tmp_path / "wrong"
     config.write_text(host.kubeconfig.read_text().replace("a-token", "stolen"))  # type: ignore[union-attr]
     with pytest.raises(SandboxStartError, match="401 Unauthorized"):
-        await start_pod(replace(host, kubeconfig=config), SPEC)
+        await start_pod(SPEC, replace(host, kubeconfig=config))
 
 
 async def test_it_runs_on_trio_too(cluster: FakeCluster, host: KubernetesHost) -> None:
