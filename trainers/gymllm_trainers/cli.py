@@ -37,6 +37,10 @@ def train(argv: Sequence[str] | None = None) -> int:
         from gymllm_trainers.config import load_config
 
         config = load_config(arguments)
+        if "--plan" in arguments:
+            from gymllm_trainers.plan import show
+
+            return show(config)
         from gymllm_trainers.train import run
 
         run(config)

@@ -168,6 +168,8 @@ class _CommandLine:
 
     config: Path | None = None
     """YAML file with any of these settings; flags go over it."""
+    plan: bool = False
+    """Say what the run would take, and end."""
     train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 

@@ -1,0 +1,258 @@
+"""`gymllm-train --plan`: what a run would take, without its model and before anything is started.
+
+Sizes come from the model's shape: of a folder, a GGUF file, or one of the well-known models below. They are
+what has to be held whatever the device; what activations take beside depends on it and is not in them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+from rich.console import Console
+from rich.table import Table
+
+from gymllm.errors import ConfigError
+from gymllm_trainers.build import open_pool, task_source
+from gymllm_trainers.config import TrainConfig
+from gymllm_trainers.models import DecoderConfig, gguf, tiny_config
+from gymllm_trainers.models.hub import config_from_hub
+from gymllm_trainers.models.load import SMOLLM2
+from gymllm_trainers.players import check_players
+from gymllm_trainers.train import TINY
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_ADAM = 8  # two moments in float32
+
+
+def _qwen3(layers: int, hidden: int, ff: int, heads: int, *, tied: bool) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=ff,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=tied,
+        qk_norm=True,
+    )
+
+
+def _llama3(layers: int, hidden: int, ff: int, heads: int, *, tied: bool) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=128_256,
+        hidden_size=hidden,
+        intermediate_size=ff,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=hidden // heads,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=tied,
+    )
+
+
+SHAPES = {
+    "Qwen/Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True),
+    "Qwen/Qwen3-4B": _qwen3(36, 2560, 9728, 32, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(36, 4096, 12_288, 32, tied=False),
+    "Qwen/Qwen3-14B": _qwen3(40, 5120, 17_408, 40, tied=False),
+    "Qwen/Qwen3-32B": _qwen3(64, 5120, 25_600, 64, tied=False),
+    "meta-llama/Llama-3.2-1B-Instruct": _llama3(16, 2048, 8192, 32, tied=True),
+    "meta-llama/Llama-3.2-3B-Instruct": _llama3(28, 3072, 8192, 24, tied=True),
+    "meta-llama/Llama-3.1-8B-Instruct": _llama3(32, 4096, 14_336, 32, tied=False),
+}
+"""Shapes of hub models, as their config.json has them: planning needs no download."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run would take."""
+
+    rows: tuple[tuple[str, str, str], ...]
+    """Part, what of it, and how much, for reading."""
+    warnings: tuple[str, ...]
+    """What would probably go wrong, or waste something."""
+    parameters: int | None
+    """Of the model; None if its shape isn't known here."""
+    device_bytes: int | None
+    """Weights, optimizer, gradients and the engine's keys and values."""
+
+
+def show(config: TrainConfig) -> None:
+    """Prints the plan.
+
+    Raises:
+        GymLLMError: A setting can't be used, or the environment can't be made or listed.
+    """
+    found = plan(config)
+    table = Table(title=f"Plan of {config.env.id} with {config.model.name}", title_style="bold")
+    for column in ("part", "what", "how much"):
+        table.add_column(column)
+    last = ""
+    for part, what, much in found.rows:
+        if part != last and last:
+            table.add_section()
+        table.add_row(part if part != last else "", what, much)
+        last = part
+    console = Console(highlight=False)
+    console.print(table)
+    for warning in found.warnings:
+        console.print(f"! {warning}")
+
+
+def plan(config: TrainConfig) -> Plan:
+    """Works out what a run would take; makes one environment and closes it.
+
+    Raises:
+        GymLLMError: As for `show`.
+    """
+    check_players(config.players, temperature=config.agent.temperature)
+    tools, listed = anyio.run(_environment, config)
+    shape = _shape(config)
+    rows = [("environment", "id", config.env.id)]
+    by_seed = f"{config.env.tasks}, by seed" if config.env.tasks else "endless, by seed"
+    rows.append(("environment", "tasks", str(listed) if listed else by_seed))
+    if tools:
+        rows.append(("environment", "tools", ", ".join(tools)))
+    rows += _episodes(config)
+    parameters = device_bytes = None
+    if shape is None:
+        rows.append(("model", "parameters", "not known here: neither its folder nor its shape"))
+    else:
+        parameters = shape.parameters
+        sized = dict(_memory(config, shape))
+        device_bytes = sum(sized.values())
+        rows.append(("model", "parameters", f"{parameters / 1e6:,.1f} M"))
+        rows += [("memory", what, _size(size)) for what, size in sized.items()]
+        rows.append(("memory", "together, without activations", _size(device_bytes)))
+    return Plan(
+        rows=tuple(rows),
+        warnings=tuple(_warnings(config, shape)),
+        parameters=parameters,
+        device_bytes=device_bytes,
+    )
+
+
+async def _environment(config: TrainConfig) -> tuple[list[str], int]:
+    """The names of the environment's tools, and how many tasks it lists."""
+    async with open_pool(config.env, 1) as pool:
+        tools = [str(_function(tool)["name"]) for tool in await pool.tools()]
+    tasks = task_source(config.env, run_seed=config.seed, split="train", shuffle=True)
+    return tools, len(getattr(tasks, "ids", ()))
+
+
+def _function(tool: object) -> dict[str, object]:
+    return tool["function"]  # type: ignore[index]  # a ToolSchema
+
+
+def _episodes(config: TrainConfig) -> list[tuple[str, str, str]]:
+    rollout, groups = config.rollout, config.learner.groups_per_step
+    a_step = groups * rollout.group_size
+    admitted = a_step * (1 + rollout.max_lag)
+    tokens = a_step * config.engine.context_length
+    row = config.learner.row_tokens or 2 * config.engine.context_length
+    micro = -(-tokens // (row * config.learner.rows))
+    return [
+        ("episodes", "a step", f"{a_step:,}: {groups} groups of {rollout.group_size}"),
+        (
+            "episodes",
+            "in all",
+            f"{a_step * config.steps:,} in {config.steps:,} steps, refills apart",
+        ),
+        ("episodes", "at once", f"{min(rollout.concurrency, admitted)} of {admitted} admitted"),
+        ("episodes", "limits", f"{rollout.max_turns} turns, {rollout.episode_timeout_s:g} s"),
+        ("tokens", "an episode", f"at most {config.engine.context_length:,}"),
+        ("tokens", "a step", f"at most {tokens:,}: {micro} micro-batches"),
+        ("tokens", "a micro-batch", f"{config.learner.rows} rows of {row:,}"),
+    ]
+
+
+def _memory(config: TrainConfig, shape: DecoderConfig) -> Iterator[tuple[str, int]]:
+    model, engine = config.model, config.engine
+    weights = _BYTES[model.dtype]
+    yield f"weights, {model.dtype}", shape.parameters * weights
+    trained = shape.parameters
+    if model.lora_rank:
+        trained = _adapters(shape, model.lora_rank)
+        yield f"adapters of rank {model.lora_rank}", trained * 4
+    yield "AdamW's moments, float32", trained * _ADAM
+    yield "gradients, float32", trained * 4
+    a_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+    kept = engine.slots * engine.context_length * a_token * _BYTES[engine.cache_dtype]
+    yield f"keys and values, {engine.slots} slots", kept
+    yield "logits of one chunk, float32", config.learner.head_chunk * shape.vocab_size * 4
+
+
+def _adapters(shape: DecoderConfig, rank: int) -> int:
+    """Parameters of adapters on every linear layer."""
+    query = shape.num_attention_heads * shape.head_dim
+    key = shape.num_key_value_heads * shape.head_dim
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    a_layer = 2 * (hidden + query) + 2 * (hidden + key) + 3 * (hidden + inner)
+    return rank * a_layer * shape.num_hidden_layers
+
+
+def _shape(config: TrainConfig) -> DecoderConfig | None:
+    name = config.model.name
+    if name == TINY:
+        return tiny_config(config.warm_start.vocab_size)
+    if name in SHAPES:
+        return SHAPES[name]
+    if name == SMOLLM2:
+        with gguf.open_gguf(gguf.smollm2_path()) as file:
+            return file.config
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        with gguf.open_gguf(path) as file:
+            return file.config
+    if (path / "config.json").is_file():
+        try:
+            settings = json.loads((path / "config.json").read_text())
+        except ValueError as problem:
+            raise ConfigError(f"{path / 'config.json'} is no JSON: {problem}.") from problem
+        return config_from_hub(settings, where=str(path / "config.json"))
+    return None
+
+
+def _warnings(config: TrainConfig, shape: DecoderConfig | None) -> Iterator[str]:
+    rollout, engine = config.rollout, config.engine
+    admitted = config.learner.groups_per_step * rollout.group_size * (1 + rollout.max_lag)
+    if rollout.concurrency > admitted:
+        yield (
+            f"rollout.concurrency is {rollout.concurrency}, but (1 + max_lag) x groups_per_step x group_size "
+            f"admits {admitted} episodes: the others never start."
+        )
+    if rollout.concurrency < rollout.group_size:
+        yield (
+            f"rollout.concurrency {rollout.concurrency} is less than a group of {rollout.group_size}: its "
+            "members can't play together."
+        )
+    if engine.slots < min(rollout.concurrency, admitted):
+        yield (
+            f"engine.slots {engine.slots} is less than the {min(rollout.concurrency, admitted)} episodes at "
+            "once: conversations lose their keys and values between turns."
+        )
+    if shape is not None and engine.context_length > shape.max_position_embeddings:
+        yield (
+            f"engine.context_length {engine.context_length} is more than the {shape.max_position_embeddings} "
+            "positions that the model was made for."
+        )
+    if config.agent.max_new_tokens >= engine.context_length:
+        yield (
+            f"agent.max_new_tokens {config.agent.max_new_tokens} leaves no room for a prompt in "
+            f"engine.context_length {engine.context_length}."
+        )
+
+
+def _size(size_bytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:,.1f} {unit}"
+    return f"{size_bytes} B"
