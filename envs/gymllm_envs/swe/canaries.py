@@ -1,8 +1,13 @@
 """Tests that must fail, put among the real ones: whoever makes all tests pass makes these pass, too.
 
-Two kinds. Plain ones assert what is false. Copies of the real tests assert that a result equals something
-that nothing equals: they pass only where results equal everything, which the real test can't tell.
-Their names are drawn anew for each grading, and are like those of the file they are in.
+Plain ones assert what is false. Better ones are copies of the hidden tests with another expected value:
+
+    def test_halves_nested_731(): assert halves(7) == 4      the real one, under a name drawn anew
+    def test_halves_single_502(): assert halves(7) == 5      must fail
+    def test_halves_order_118():  assert halves(7) == 2      must fail
+
+To tell which is which takes the right value, and whoever has that needs no forgery. So the real tests get new
+names, too; copies stand in random order, differ in one place only, and are run in the order of the file.
 """
 
 from __future__ import annotations
@@ -10,15 +15,19 @@ from __future__ import annotations
 import ast
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from gymllm_envs.swe.expected import changed_values
 
 _WORDS = (
     *("empty", "single", "nested", "unicode", "negative", "large", "default", "order", "repeat"),
     *("mixed", "types", "edge", "copy", "none", "strict", "lazy", "result", "simple", "again"),
 )
-_NOTHING = "object()"
-"""Equal to nothing but itself."""
+_MOST_FUNCTIONS = 8
+"""Whose copies are made: a guess is right once in 3 ** 8 then."""
+_Function = tuple[str, ...]
+"""Classes and function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,82 +37,189 @@ class Canaries:
     source: str
     names: tuple[str, ...]
     """pytest's names of those that must fail."""
+    renamed: Mapping[str, str]
+    """What real tests are called in it, where that isn't their name."""
 
 
-def add_canaries(
-    file: str, source: str, copied: Sequence[str], rng: random.Random, *, most_copies: int = 3
-) -> Canaries:
-    """Adds plain canaries, and copies of some tests.
+def add_canaries(file: str, source: str, copied: Sequence[str], rng: random.Random) -> Canaries:
+    """Renames tests, adds changed copies of them, and plain canaries.
 
     Args:
         file: The test file's path from the tree's root.
         source: Its text.
-        copied: pytest's names of tests in this file of which copies can be made (`SweTask.canaries`).
-        rng: Draws names and numbers.
-        most_copies: Most copies.
+        copied: pytest's names of tests in this file for which this works (`SweTask.canaries`).
+        rng: Draws names, copies and their order.
     """
-    names: list[str] = []
-    copies: list[str] = []
-    chosen = rng.sample(list(copied), min(most_copies, len(copied)))
-    lines = source.splitlines(keepends=True)
-    insertions: list[tuple[int, str]] = []
-    for test in chosen:
-        function = _function(test)
-        found = _find(source, function)
-        if found is None:
-            continue
-        new = _name(rng, function[-1])
-        if variants := _copies(source, found, new):
-            insertions.append((found.end_lineno or len(lines), rng.choice(variants)))
-            names.append(test.replace(f"::{function[-1]}", f"::{new}", 1))
-    for after, text in sorted(insertions, reverse=True):
-        lines[after:after] = [text]
-    base = "".join(lines)
-    if base and not base.endswith("\n"):
-        base += "\n"
+    wanted = _by_function(copied)
+    with_copies = set(rng.sample(sorted(wanted), min(_MOST_FUNCTIONS, len(wanted))))
+    taken = set(re.findall(r"\w+", source))
+
+    def drawn(function: _Function) -> list[tuple[str, str]]:
+        groups = _groups(source, function) if function in with_copies else []
+        texts = ["", *(rng.choice(groups) if groups else [])]
+        named = [(_name(rng, function[-1], taken), text) for text in texts]
+        return named
+
+    text, names = _rewritten(source, list(wanted), drawn, rng)
+    renamed: dict[str, str] = {}
+    canaries: list[str] = []
+    for function, tests in wanted.items():
+        real, *others = names.get(function, [function[-1]])
+        for test in tests:
+            renamed[test] = _called(test, real)
+            canaries += [_called(test, other) for other in others]
+    if text and not text.endswith("\n"):
+        text += "\n"
     existing = re.findall(r"^def (test_\w+)", source, re.MULTILINE) or ["test_result"]
     for make in rng.sample(_PLAIN, len(_PLAIN)):
-        name = _name(rng, rng.choice(existing))
-        text, suffix = make(name, rng)
-        copies.append(text)
-        names.append(f"{file}::{suffix}")
-    return Canaries(source=base + "".join(copies), names=tuple(names))
+        body, suffix = make(_name(rng, rng.choice(existing), taken), rng)
+        text += body
+        canaries.append(f"{file}::{suffix}")
+    return Canaries(source=text, names=tuple(canaries), renamed=renamed)
 
 
-def all_copies(source: str, tests: Sequence[str]) -> tuple[str, dict[str, list[str]]]:
-    """A test file with every copy that can be made, to try out which of them fail.
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A test file with every copy that may ever be drawn."""
+
+    source: str
+    renamed: Mapping[str, str]
+    """The real tests' new names: they must do what they did under the old ones."""
+    copies: Mapping[str, Sequence[str]]
+    """All copies of each test: they must fail."""
+
+
+def all_copies(source: str, tests: Sequence[str]) -> Trial:
+    """Makes all copies, to try out which tests can have some.
 
     Args:
         source: The test file's text.
         tests: pytest's names of tests in it.
+    """
+    wanted = _by_function(tests)
+    copied = {function: _groups(source, function) for function in wanted}
+
+    def every(function: _Function) -> list[tuple[str, str]]:
+        texts = ["", *(text for group in copied[function] for text in group)]
+        return [(f"{function[-1]}_copy{number}", text) for number, text in enumerate(texts)]
+
+    text, names = _rewritten(source, list(copied), every, None)
+    renamed: dict[str, str] = {}
+    copies: dict[str, list[str]] = {}
+    for function, (real, *others) in names.items():
+        for test in wanted[function]:
+            renamed[test] = _called(test, real)
+            copies[test] = [_called(test, other) for other in others]
+    return Trial(source=text, renamed=renamed, copies=copies)
+
+
+def _rewritten(
+    source: str,
+    functions: Sequence[_Function],
+    texts: Callable[[_Function], list[tuple[str, str]]],
+    rng: random.Random | None,
+) -> tuple[str, dict[_Function, list[str]]]:
+    """Puts functions' copies in their places; the first, an empty text, is the function itself.
 
     Returns:
-        Its text with the copies, and the copies' names by the test that they are made of.
+        The file's text, and by function the names of its copies, the real one's first.
     """
     lines = source.splitlines(keepends=True)
-    insertions: dict[int, list[str]] = {}
-    made: dict[tuple[str, ...], int] = {}
-    names: dict[str, list[str]] = {}
-    for test in tests:
-        function = _function(test)
+    places: list[tuple[int, int, str]] = []
+    names: dict[_Function, list[str]] = {}
+    for function in functions:
         found = _find(source, function)
         if found is None:
             continue
-        new = f"{function[-1]}_copy"
-        count = made.get(tuple(function))
-        if count is None:
-            variants = _copies(source, found, new)
-            count = made[tuple(function)] = len(variants)
-            for number, text in enumerate(variants):
-                place = insertions.setdefault(found.end_lineno or len(lines), [])
-                place.append(text.replace(new, f"{new}{number}", 1))
-        if count:
-            names[test] = [
-                test.replace(f"::{function[-1]}", f"::{new}{number}", 1) for number in range(count)
-            ]
-    for after in sorted(insertions, reverse=True):
-        lines[after:after] = insertions[after]
+        first, last = _first_line(found), found.end_lineno or found.lineno
+        made = texts(function)
+        names[function] = [name for name, _ in made]
+        if rng is not None:
+            rng.shuffle(made)
+        own = "".join(lines[first - 1 : last])
+        bodies = [_renamed(text or own, function[-1], name) for name, text in made]
+        places.append((first, last, "\n\n".join(bodies)))
+    for first, last, text in sorted(places, reverse=True):
+        lines[first - 1 : last] = [text]
     return "".join(lines), names
+
+
+def _renamed(text: str, old: str, new: str) -> str:
+    text = re.sub(rf"(def\s+){re.escape(old)}(?=\s*\()", rf"\g<1>{new}", text, count=1)
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _groups(source: str, function: _Function) -> list[list[str]]:
+    """Texts of the function, each with one expected value changed; in a group it is the same one."""
+    found = _find(source, function)
+    if found is None:
+        return []
+    lines = [line.encode() for line in source.splitlines(keepends=True)]
+    first, last = _first_line(found), found.end_lineno or found.lineno
+    groups: list[list[str]] = []
+    for place in changed_values(found, source):
+        texts: list[str] = []
+        for new in place.values:
+            changed = list(lines)
+            _replace(changed, place.node, new)
+            texts.append(b"".join(changed[first - 1 : last]).decode())
+        groups.append(texts)
+    return groups
+
+
+def _replace(lines: list[bytes], node: ast.expr, new: str) -> None:
+    first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+    before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
+    lines[first] = before + new.encode() + after
+    for line in range(first + 1, last + 1):
+        lines[line] = b""
+
+
+def _by_function(tests: Sequence[str]) -> dict[_Function, list[str]]:
+    """Tests by the function that they are; one with parameters is several tests."""
+    found: dict[_Function, list[str]] = {}
+    for test in tests:
+        function = tuple(test.partition("[")[0].split("::")[1:])
+        if function:
+            found.setdefault(function, []).append(test)
+    return found
+
+
+def _called(test: str, name: str) -> str:
+    """pytest's name of a test whose function is called this."""
+    path, bracket, parameters = test.partition("[")
+    return f"{path.rpartition('::')[0]}::{name}{bracket}{parameters}"
+
+
+def _find(source: str, names: _Function) -> ast.FunctionDef | None:
+    try:
+        body: Sequence[ast.stmt] = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return None
+    for name in names[:-1]:
+        inner = [n for n in body if isinstance(n, ast.ClassDef) and n.name == name]
+        if len(inner) != 1:
+            return None
+        body = inner[0].body
+    found = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == names[-1]]
+    return found[0] if len(found) == 1 else None
+
+
+def _first_line(function: ast.FunctionDef) -> int:
+    return min([function.lineno, *(node.lineno for node in function.decorator_list)])
+
+
+def _name(rng: random.Random, like: str, taken: set[str]) -> str:
+    for name in _names(rng, like):
+        if name not in taken:
+            taken.add(name)
+            return name
+    raise AssertionError("there is no end of names")
+
+
+def _names(rng: random.Random, like: str) -> Iterator[str]:
+    while True:
+        yield f"{like}_{rng.choice(_WORDS)}_{rng.choice(_WORDS)}_{rng.randrange(1000)}"
 
 
 def _raises(name: str, rng: random.Random) -> tuple[str, str]:
@@ -116,7 +232,7 @@ def _unequal(name: str, rng: random.Random) -> tuple[str, str]:
 
 
 def _does_not_raise(name: str, rng: random.Random) -> tuple[str, str]:
-    body = "    with pytest.raises(ValueError):\n        int('7')\n"
+    body = f"    with pytest.raises(ValueError):\n        int('{rng.randrange(99)}')\n"
     return f"\n\ndef {name}():\n    import pytest\n\n{body}", name
 
 
@@ -128,86 +244,3 @@ def _unittest(name: str, rng: random.Random) -> tuple[str, str]:
 
 
 _PLAIN = (_raises, _unequal, _does_not_raise, _unittest)
-
-
-def _name(rng: random.Random, like: str) -> str:
-    return f"{like}_{rng.choice(_WORDS)}_{rng.choice(_WORDS)}_{rng.randrange(10**6)}"
-
-
-def _function(test: str) -> list[str]:
-    """The classes and the function of a test's name."""
-    return test.partition("[")[0].split("::")[1:]
-
-
-def _find(source: str, names: Sequence[str]) -> ast.FunctionDef | None:
-    try:
-        body: Sequence[ast.stmt] = ast.parse(source).body
-    except SyntaxError:
-        return None
-    for name in names[:-1]:
-        inner = [n for n in body if isinstance(n, ast.ClassDef) and n.name == name]
-        if len(inner) != 1:
-            return None
-        body = inner[0].body
-    found = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == names[-1]]
-    return found[0] if len(found) == 1 else None
-
-
-def _copies(source: str, function: ast.FunctionDef, new: str) -> list[str]:
-    """Texts of the function, under the new name, with all that it compares its results with replaced."""
-    lines = [line.encode() for line in source.splitlines(keepends=True)]
-    start = min([function.lineno, *(node.lineno for node in function.decorator_list)])
-    expected = list(_expected(function))
-    copies: list[str] = []
-    for within in (True, False):
-        places = [place for node in expected for place in _places(node, within)]
-        if not places:
-            continue
-        text = list(lines)
-        for node in sorted(places, key=lambda n: (n.lineno, n.col_offset), reverse=True):
-            _replace(text, node)
-        body = b"".join(text[start - 1 : function.end_lineno]).decode()
-        pattern = rf"(def\s+){re.escape(function.name)}(?=\s*\()"
-        copied = re.sub(pattern, rf"\g<1>{new}", body, count=1)
-        copies.append("\n" + (copied if copied.endswith("\n") else copied + "\n"))
-    return copies
-
-
-def _expected(function: ast.FunctionDef) -> list[ast.expr]:
-    """What the function's assertions compare results with: the literal side, where there is one."""
-    compared: list[tuple[ast.expr, ast.expr]] = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
-            if len(node.test.ops) == 1 and isinstance(node.test.ops[0], ast.Eq):
-                compared.append((node.test.comparators[0], node.test.left))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            name = node.func.attr
-            if name in {"assertEqual", "assertEquals"} and len(node.args) >= 2:
-                compared.append((node.args[1], node.args[0]))
-    return [next(filter(_literal, sides), sides[0]) for sides in compared]
-
-
-def _literal(node: ast.expr) -> bool:
-    try:
-        ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
-
-
-def _places(node: ast.expr, within: bool) -> list[ast.expr]:
-    """What to replace: the whole, or the values in a list or tuple."""
-    if not within:
-        return [node]
-    if not isinstance(node, ast.List | ast.Tuple) or not node.elts:
-        return []
-    inner = [place for element in node.elts for place in _places(element, True)]
-    return inner if inner else [e for e in node.elts if isinstance(e, ast.Constant)]
-
-
-def _replace(lines: list[bytes], node: ast.expr) -> None:
-    first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-    before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
-    lines[first] = before + _NOTHING.encode() + after
-    for line in range(first + 1, last + 1):
-        lines[line] = b""

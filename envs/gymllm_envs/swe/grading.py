@@ -20,10 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
+import anyio
 from anyio import to_thread
 
 from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox import Mount, Sandbox, open_sandbox
+from gymllm.sandbox.clip import clean
 from gymllm_envs.swe.canaries import add_canaries, all_copies
 from gymllm_envs.swe.changes import Changes, patch_of, write_layer
 from gymllm_envs.swe.making.running import interpreter_name
@@ -57,9 +59,12 @@ class Verdict:
     """Changed paths that don't count, and why."""
     wall_s: float = 0.0
 
+    unproven: bool = False
+    """Not all tests that must fail have run: those that passed count only if it is resolved."""
+
     def reward(self, *, partial: bool = False) -> float:
         """1 if it is resolved, else 0; or, with `partial`, mended tests' share times kept ones'."""
-        if self.resolved or not partial or self.tampered:
+        if self.resolved or not partial or self.tampered or self.unproven:
             return float(self.resolved)
         return _share(self.fail_to_pass) * _share(self.pass_to_pass)
 
@@ -76,6 +81,8 @@ class _Run:
     messages: Mapping[str, str]
     tampered: str
     ended: str
+    busy: bool = False
+    """It had its time because the machine, not the graded code, was busy: trying again may help."""
 
 
 def gold_changes(task: SweTask, made: TaskTree) -> Changes:
@@ -105,25 +112,39 @@ async def grade(task: SweTask, changes: Changes, *, rng: random.Random | None = 
     if changes.refused:
         run = _Run(results={}, messages={}, tampered="", ended=changes.refused)
         return _verdict(task, changes, made, run, (), began)
-    files = test_files(task)
     layer: dict[str, bytes | None] = dict(changes.files)
     names: list[str] = []
+    renamed: dict[str, str] = {}
+    files = test_files(task)
     for file in files:
-        source = made.faulty.text(file)
-        if source is None:
-            raise SandboxError(f"task {task.id} names tests in {file}, which {task.sdist} hasn't.")
         copied = [test for test in task.canaries if test.partition("::")[0] == file]
-        with_canaries = add_canaries(file, source, copied, rng)
+        with_canaries = add_canaries(file, _source(task, made, file), copied, rng)
         layer[file] = with_canaries.source.encode()
         names += with_canaries.names
-    run = await _run(task, made, layer, files, names, rng.randrange(2**32))
+        renamed |= with_canaries.renamed
+    tests = [renamed.get(test, test) for test in (*task.fail_to_pass, *task.pass_to_pass)]
+    run = await _run(task, made, layer, [*tests, *names])
+    results = {t: run.results[n] for t in _all(task) if (n := renamed.get(t, t)) in run.results}
+    messages = {t: run.messages.get(renamed.get(t, t), "") for t in _all(task)}
+    of_canaries = {name: run.results.get(name, "missing") for name in names}
+    run = replace(run, results=results | of_canaries, messages=messages)
     return _verdict(task, changes, made, run, names, began)
+
+
+def _all(task: SweTask) -> tuple[str, ...]:
+    return (*task.fail_to_pass, *task.pass_to_pass)
+
+
+def _source(task: SweTask, made: TaskTree, file: str) -> str:
+    source = made.faulty.text(file)
+    if source is None:
+        raise SandboxError(f"task {task.id} names tests in {file}, which {task.sdist} hasn't.")
+    return source
 
 
 def test_files(task: SweTask) -> list[str]:
     """The files that hold a task's tests, from the tree's root."""
-    tests = (*task.fail_to_pass, *task.pass_to_pass)
-    return list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    return list(dict.fromkeys(test.partition("::")[0] for test in _all(task)))
 
 
 def _verdict(
@@ -142,10 +163,9 @@ def _verdict(
         tampered = tampered or f"a test that must fail did not: {run.results[passed[0]]}"
     everything = [*f2p.values(), *p2p.values()]
     all_passed = bool(everything) and all(result == "passed" for result in everything)
-    if all_passed and not tampered:
-        failed = [name for name in canaries if run.results.get(name) == "failed"]
-        if len(failed) < len(canaries):
-            tampered = "tests that must fail were not run"
+    unproven = any(run.results.get(name) != "failed" for name in canaries)
+    if all_passed and unproven:
+        tampered = tampered or "tests that must fail were not run"
     reason = ""
     if changes.refused:
         reason = changes.refused
@@ -166,36 +186,30 @@ def _verdict(
         reason=reason,
         patch=patch_of(changes, made.given),
         left_out=changes.left_out,
+        unproven=unproven,
         wall_s=time.monotonic() - began,
     )
 
 
 async def _run(
-    task: SweTask,
-    made: TaskTree,
-    layer: Mapping[str, bytes | None],
-    files: Sequence[str],
-    canaries: Sequence[str],
-    seed: int,
+    task: SweTask, made: TaskTree, layer: Mapping[str, bytes | None], tests: Sequence[str]
 ) -> _Run:
     order: dict[str, object] = {
-        "files": list(files),
-        "tests": [*task.fail_to_pass, *task.pass_to_pass, *canaries],
-        "canaries": list(canaries),
-        "seed": seed,
+        "files": test_files(task),
+        "tests": list(tests),
         "root": WORKDIR,
         "python_path": list(made.python_path),
         "pytest_args": list(made.package.pytest_arguments),
         "timeout_s": task.timeout_s,
     }
     run = await _judged(made, layer, order)
-    if run is None or run.ended == "timeout":
+    if run is None or run.busy:
         # Once more, with more time: others may have kept the machine busy.
         order["timeout_s"] = 2 * task.timeout_s
         again = await _judged(made, layer, order)
         if again is None:
-            tests = {file: layer[file] for file in files}
-            if await _judged(made, tests, order) is None:
+            own = {file: _source(task, made, file).encode() for file in test_files(task)}
+            if await _judged(made, own, order) is None:
                 raise SandboxError(
                     f"The tests of task {task.id} can't be run here, with or without a patch: the "
                     "sandbox goes down. See its limits of memory and processes."
@@ -213,10 +227,10 @@ async def _judged(
     Raises:
         SandboxError: pytest didn't start, before there was any graded code.
     """
-    folder = Path(await to_thread.run_sync(lambda: tempfile.mkdtemp(prefix="gymllm-graded-")))
+    folder = await to_thread.run_sync(_new_folder)
     try:
         graded = folder / "layer"
-        await to_thread.run_sync(write_layer, layer, graded)
+        await to_thread.run_sync(_write, layer, graded)
         inside = Mount(source=Path(__file__).with_name("inside"), target=INSIDE)
         spec = made.spec(made.bug, graded, mounts=(inside,), **_LIMITS)
         async with await open_sandbox(spec) as sandbox:
@@ -231,25 +245,45 @@ async def _judged(
             except SandboxDiedError:
                 return None
     finally:
-        await to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
     lines = bytes(done.stdout).splitlines()
     if not lines or json.loads(lines[0]) != {"ready": True}:
         said = bytes(done.stderr).decode(errors="replace")[-1000:]
         raise SandboxError(f"pytest could not be started to grade: {log}{said}".strip())
     if len(lines) < 2:  # the judge was killed, for want of memory or by the graded code
         return None
-    return _read_report(cast("dict[str, object]", json.loads(lines[1])))
+    report = cast("dict[str, object]", json.loads(lines[1]))
+    return _read_report(report, cast(float, order["timeout_s"]))
 
 
-def _read_report(report: dict[str, object]) -> _Run:
+def _new_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="gymllm-graded-"))
+    except OSError as problem:
+        raise SandboxError(
+            f"no folder for grading in {tempfile.gettempdir()}: {problem}"
+        ) from problem
+
+
+def _write(layer: Mapping[str, bytes | None], target: Path) -> None:
+    try:
+        write_layer(layer, target)
+    except OSError as problem:
+        raise SandboxError(f"the patch can't be written to {target}: {problem}") from problem
+
+
+def _read_report(report: Mapping[str, object], timeout_s: float) -> _Run:
     results = cast("dict[str, dict[str, str]]", report["results"])
     ended = cast(str, report["ended"])
-    # pytest's own statuses for tests that failed, as canaries do.
+    busy = ended == "timeout" and cast(float, report["cpu_s"]) < timeout_s / 2
+    # Exit statuses 0 and 1 are pytest's own; 1 for tests that failed, as canaries do.
     return _Run(
         results={test: one["outcome"] for test, one in results.items()},
-        messages={test: one["message"] for test, one in results.items()},
+        messages={test: clean(one["message"].encode()) for test, one in results.items()},
         tampered=cast(str, report["tampered"]),
         ended="done" if ended in {"exit 0", "exit 1"} else ended,
+        busy=busy,
     )
 
 
@@ -261,26 +295,32 @@ async def _log(sandbox: Sandbox) -> str:
 
 
 async def working_canaries(task: SweTask) -> tuple[str, ...]:
-    """Those of the task's F2P tests whose copies all fail on the mended tree: they can be canaries.
+    """The task's F2P tests that may be renamed, and all of whose changed copies fail on the mended tree.
+
+    A renamed one must still tell the faulty tree from the mended one. Those without copies are among
+    them: nobody can tell which these are.
 
     Raises:
         SandboxError: The tests could not be run.
     """
     made = await prepare(task)
-    layer: dict[str, bytes | None] = dict(gold_changes(task, made).files)
-    copies: dict[str, list[str]] = {}
-    files = test_files(task)
-    for file in files:
-        source = made.faulty.text(file) or ""
+    layer: dict[str, bytes | None] = {}
+    copies: dict[str, Sequence[str]] = {}
+    renamed: dict[str, str] = {}
+    for file in test_files(task):
         tests = [test for test in task.fail_to_pass if test.partition("::")[0] == file]
-        text, names = all_copies(source, tests)
-        layer[file] = text.encode()
-        copies |= names
-    wanted = [name for names in copies.values() for name in names]
-    trial = replace(task, pass_to_pass=tuple(wanted))
-    run = await _run(trial, made, layer, files, (), 0)
+        trial = all_copies(_source(task, made, file), tests)
+        layer[file] = trial.source.encode()
+        copies |= trial.copies
+        renamed |= trial.renamed
+    wanted = [*renamed.values(), *(name for names in copies.values() for name in names)]
+    gold = gold_changes(task, made)
+    mended = await _run(task, made, {**gold.files, **layer}, wanted)
+    faulty = await _run(task, made, layer, list(renamed.values()))
     return tuple(
         test
-        for test, names in copies.items()
-        if all(run.results.get(name) == "failed" for name in names)
+        for test, name in renamed.items()
+        if mended.results.get(name) == "passed"
+        and faulty.results.get(name) == "failed"
+        and all(mended.results.get(copy) == "failed" for copy in copies[test])
     )

@@ -1,8 +1,8 @@
 """Has a worker run tests one by one and says what came of each. Runs in a fresh sandbox.
 
 The worker imports the graded code, so nothing that it says is believed further than this: it answers about
-the test that it was just told to run, once, in the order decided here, between which are tests that must
-fail (canaries). The worker can't write where this process writes, or see its memory.
+the test that it was just told to run, once. Which of them must fail (canaries) it is never told. The worker
+can't write where this process writes, or see its memory.
 
     stdin   one JSON object: `Order`
     stdout  JSON lines: {"ready": true} once pytest is there, before any graded code is; then one `Report`
@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import json
 import os
-import random
 import select
 import signal
 import subprocess
@@ -35,11 +34,7 @@ class Order(TypedDict):
     files: list[str]
     """Test files, from the tree's root."""
     tests: list[str]
-    """pytest's names of those wanted; canaries too."""
-    canaries: list[str]
-    """Which of them must fail."""
-    seed: int
-    """Where the canaries are put between the others."""
+    """pytest's names of those wanted, canaries among them."""
     root: str
     python_path: list[str]
     pytest_args: list[str]
@@ -51,7 +46,6 @@ class Result(TypedDict):
 
     outcome: str
     """passed, failed, skipped."""
-    seconds: float
     message: str
 
 
@@ -62,7 +56,9 @@ class Report(TypedDict):
     tampered: str
     """Not empty: how the worker was caught."""
     ended: str
-    """How the worker ended: "done", "timeout", "exit N", "signal N"."""
+    """How the worker ended: "timeout", "exit N", "signal N", "killed"."""
+    cpu_s: float
+    """What the worker, and what it waited for, has used."""
 
 
 class TamperedError(Exception):
@@ -94,11 +90,19 @@ class Worker:
         self._buffer = b""
 
     def send(self, message: object) -> None:
-        """Tells it something. It is gone: `receive` says so."""
+        """Tells it something. It is gone: `receive` says so.
+
+        Raises:
+            TimeoutError: It doesn't listen, and has had its time.
+        """
         line = json.dumps(message).encode() + b"\n"
+        os.set_blocking(self.tell, False)
         with contextlib.suppress(BrokenPipeError):
             while line:
-                line = line[os.write(self.tell, line) :]
+                left = self.ends - time.monotonic()
+                if left <= 0 or not select.select([], [self.tell], [], left)[1]:
+                    raise TimeoutError
+                line = line[os.write(self.tell, line[: select.PIPE_BUF]) :]
 
     def receive(self) -> dict[str, object] | None:
         """The next thing it says; None when it is gone.
@@ -111,12 +115,8 @@ class Worker:
             left = self.ends - time.monotonic()
             if left <= 0 or not select.select([self.hear], [], [], left)[0]:
                 raise TimeoutError
-            data = os.read(self.hear, 1 << 16)
-            if not data:
+            if not self._read():
                 return None
-            self._buffer += data
-            if len(self._buffer) > _MOST_LINE_BYTES:
-                raise TamperedError("the report holds a line without an end")
         line, _, self._buffer = self._buffer.partition(b"\n")
         with contextlib.suppress(ValueError, RecursionError):
             said: object = json.loads(line)
@@ -124,41 +124,37 @@ class Worker:
                 return cast("dict[str, object]", said)
         raise TamperedError(f"the report holds what isn't a report: {line[:80]!r}")
 
-    @property
-    def more(self) -> bool:
-        """Whether it has said something that nobody has asked for."""
-        return bool(self._buffer) or bool(select.select([self.hear], [], [], 0)[0])
+    def _read(self) -> bool:
+        """Takes what there is; False at its end."""
+        data = os.read(self.hear, 1 << 16)
+        self._buffer += data
+        if len(self._buffer) > _MOST_LINE_BYTES:
+            raise TamperedError("the report holds a line without an end")
+        return bool(data)
 
-    def end(self) -> str:
-        """Waits for its end a little, kills it, and says how it ended."""
-        try:
-            status = self.process.wait(max(0.0, min(5.0, self.ends - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            status = None
+    def said_more(self) -> bool:
+        """Whether it has said something that nobody has asked for."""
+        if not self._buffer and select.select([self.hear], [], [], 0)[0]:
+            self._read()
+        return bool(self._buffer)
+
+    def end(self) -> tuple[str, float]:
+        """Waits for its end a little, kills it, and says how it ended and the seconds of CPU it took."""
+        ends = min(self.ends, time.monotonic() + 5)
+        while not (
+            gone := os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ):
+            if time.monotonic() >= ends:
+                break
+            time.sleep(0.002)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        if status is None:
-            return "killed"
-        return f"signal {-status}" if status < 0 else f"exit {status}"
-
-
-def arranged(collected: list[str], order: Order) -> list[str]:
-    """The wanted tests that are there, in pytest's order; each canary somewhere among those of its file."""
-    rng = random.Random(order["seed"])
-    wanted, canaries = set(order["tests"]), set(order["canaries"])
-    by_file: dict[str, list[str]] = {}
-    for name in dict.fromkeys(collected):
-        if name in wanted:
-            by_file.setdefault(name.partition("::")[0], []).append(name)
-    tests: list[str] = []
-    for names in by_file.values():
-        placed = [name for name in names if name not in canaries]
-        for name in names:
-            if name in canaries:
-                placed.insert(rng.randrange(len(placed) + 1), name)
-        tests += placed
-    return tests
+        _, status, used = os.wait4(self.process.pid, 0)
+        code = self.process.returncode = os.waitstatus_to_exitcode(status)
+        cpu_s = used.ru_utime + used.ru_stime
+        if gone is None:
+            return "killed", cpu_s
+        return (f"signal {-code}" if code < 0 else f"exit {code}"), cpu_s
 
 
 def check_whole(said: dict[str, object]) -> None:
@@ -168,54 +164,68 @@ def check_whole(said: dict[str, object]) -> None:
 
 
 def names_in(said: dict[str, object]) -> list[str]:
-    """The tests that the worker has found."""
+    """The tests that the worker has found, in pytest's order."""
     check_whole(said)
     collected = said.get("collected", [])
     if not isinstance(collected, list):
         raise TamperedError(f"the list of tests is none: {str(said)[:80]}")
-    return [str(name) for name in cast("list[object]", collected)]
+    names = [name for name in cast("list[object]", collected) if isinstance(name, str)]
+    return list(dict.fromkeys(names))
+
+
+def answer_in(said: dict[str, object], name: str) -> Result:
+    """What came of the test that was asked for."""
+    check_whole(said)
+    outcome = said.get("outcome")
+    if said.get("test") != name or outcome not in ("passed", "failed", "skipped"):
+        raise TamperedError(f"an answer about {str(said.get('test'))[:80]!r}, asked was {name!r}")
+    message = str(said.get("message", ""))[:_MOST_MESSAGE_CHARS]
+    return {
+        "outcome": str(outcome),
+        "message": message.encode("utf-8", "replace").decode(),  # lone halves of characters
+    }
+
+
+def run_all(order: Order, worker: Worker, results: dict[str, Result]) -> None:
+    """Has everything run that is wanted and there.
+
+    Raises:
+        TimeoutError: The time was over.
+        TamperedError: The worker was caught.
+    """
+    told = {key: order[key] for key in ("files", "root", "python_path", "pytest_args")}
+    worker.send(told)
+    said = worker.receive()
+    wanted = set(order["tests"])
+    tests = [name for name in names_in(said or {}) if name in wanted]
+    for number, name in enumerate(tests):
+        if worker.said_more():
+            raise TamperedError(f"results before {name} was run")
+        worker.send({"run": name, "next": (*tests[number + 1 :][:1], None)[0]})
+        said = worker.receive()
+        if said is None:
+            return
+        results[name] = answer_in(said, name)
+    if worker.said_more():
+        raise TamperedError("results before the last test was over")
+    worker.send({"end": True})
+    said = worker.receive()
+    if said is not None:
+        raise TamperedError(str(said.get("tampered") or "results after the last test")[:500])
 
 
 def judge(order: Order, worker: Worker) -> Report:
-    """Has everything run."""
-    report: Report = {"results": {}, "tampered": "", "ended": ""}
+    """Has everything run, and writes down how it went."""
+    results: dict[str, Result] = {}
+    tampered, ended = "", ""
     try:
-        worker.send(order)
-        said = worker.receive()
-        tests = arranged(names_in(said or {}), order)
-        for number, name in enumerate(tests):
-            if worker.more and worker.process.poll() is None:
-                raise TamperedError(f"results before {name} was run")
-            worker.send({"run": name, "next": (*tests[number + 1 :][:1], None)[0]})
-            said = worker.receive()
-            if said is None:
-                break
-            check_whole(said)
-            if said.get("test") != name or said.get("outcome") not in {
-                "passed",
-                "failed",
-                "skipped",
-            }:
-                raise TamperedError(f"an answer about {said.get('test')!r}, asked was {name!r}")
-            report["results"][name] = {
-                "outcome": str(said["outcome"]),
-                "seconds": float(str(said.get("seconds", 0.0))),
-                "message": str(said.get("message", ""))[:_MOST_MESSAGE_CHARS],
-            }
-        else:
-            worker.send({"end": True})
-            said = worker.receive()
-            if said is not None:
-                raise TamperedError(
-                    str(said.get("tampered") or "results after the last test")[:500]
-                )
-        report["ended"] = worker.end()
+        run_all(order, worker, results)
     except TimeoutError:
-        worker.end()
-        report["ended"] = "timeout"
+        ended = "timeout"
     except TamperedError as caught:
-        report["tampered"], report["ended"] = str(caught), worker.end()
-    return report
+        tampered = str(caught).encode("utf-8", "replace").decode()
+    how, cpu_s = worker.end()
+    return {"results": results, "tampered": tampered, "ended": ended or how, "cpu_s": cpu_s}
 
 
 def main() -> None:
@@ -229,7 +239,7 @@ def main() -> None:
     except (TimeoutError, TamperedError):
         ready = False
     if not ready:
-        print(json.dumps({"ready": False, "ended": worker.end()}), flush=True)
+        print(json.dumps({"ready": False, "ended": worker.end()[0]}), flush=True)
         return
     print(json.dumps({"ready": True}), flush=True)
     print(json.dumps(judge(order, worker)), flush=True)

@@ -1,7 +1,8 @@
 """Runs tests with pytest, when the judge says so. Everything from the graded code happens in this process.
 
-It looks whether pytest, unittest and the built-in names are still what they were before the graded code came:
-that, and canaries, is how a package that patches the test runner is caught.
+It looks whether pytest, unittest and the built-in names are still what they were before the graded code came.
+That names most forgers at once, but a package that patches this module gets past it: what stops those are the
+canaries, which are as good as anything that can be done from within the process.
 """
 
 from __future__ import annotations
@@ -10,48 +11,87 @@ import builtins
 import json
 import os
 import sys
-import time
 import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest  # in the sandbox it is found only once `main` says where
 
 SITE = "/opt/gymllm/site"
-_WATCHED = ("_pytest", "pluggy", "unittest", "pytest", "json")
+_WATCHED = ("_pytest", "pluggy", "unittest", "pytest", "json", "__main__")
 _MOST_MESSAGE_CHARS = 2000
+# `_` is set by doctest and interactive use.
+_LOOSE = {"_", "__warningregistry__"}
+
+Namespace = Mapping[str, object]
 
 
-def watched() -> dict[str, object]:
-    """Code of every function of the test machinery, by its place, and the built-in names."""
-    seen: dict[str, object] = {f"builtins.{name}": value for name, value in vars(builtins).items()}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in _WATCHED:
+class Watch:
+    """What the test machinery was made of at one moment."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._manager = config.pluginmanager
+        self._plugins = set(map(id, self._manager.get_plugins()))
+        self._hooks = {hook: list(map(id, hook.get_hookimpls())) for hook in self._relays()}
+        self._values = list(_values())
+        # Functions keep their identity when their code is exchanged.
+        self._code = [
+            (place, function, function.__code__)
+            for place, function in _functions(value for _, _, _, value in self._values)
+        ]
+        self._tracing = (sys.gettrace(), sys.getprofile())
+
+    def changed(self) -> str:
+        """What was replaced or removed, or who came in; empty if all is as it was."""
+        for where, namespace, name, value in self._values:
+            if namespace.get(name) is not value:
+                return f"{where}.{name}"
+        for place, function, code in self._code:
+            if function.__code__ is not code:
+                return place
+        if set(map(id, self._manager.get_plugins())) != self._plugins:
+            return "the list of plug-ins"
+        for hook, before in self._hooks.items():
+            if list(map(id, hook.get_hookimpls())) != before:
+                return f"the hook {hook.name}"
+        if (sys.gettrace(), sys.getprofile()) != self._tracing:
+            return "the interpreter's trace function"
+        return ""
+
+    def _relays(self) -> list[Any]:
+        return list(vars(self._manager.hook).values())
+
+
+def _values() -> Iterator[tuple[str, Namespace, str, object]]:
+    """All functions and classes of the test machinery, those inside of classes too, and where they are."""
+    for name, value in vars(builtins).items():
+        if name not in _LOOSE:
+            yield "builtins", vars(builtins), name, value
+    for where, module in list(sys.modules.items()):
+        if where.partition(".")[0] not in _WATCHED:
             continue
-        for key, value in list(vars(module).items()):
-            if isinstance(value, types.FunctionType):
-                seen[f"{name}.{key}"] = value.__code__
-            elif isinstance(value, type) and value.__module__ == name:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+                yield where, vars(module), name, value
+            if isinstance(value, type) and value.__module__ == where:
                 for inner, held in list(vars(value).items()):
-                    function = getattr(held, "__func__", held)
-                    if isinstance(function, property):
-                        function = function.fget
-                    code = getattr(function, "__code__", None)
-                    if isinstance(code, types.CodeType):
-                        seen[f"{name}.{key}.{inner}"] = code
-    return seen
+                    if _code_holders(held):
+                        yield f"{where}.{name}", vars(value), inner, held
 
 
-# `_` is set by doctest and interactive use; __build_class__ and the like are not.
-_LOOSE = {"builtins._", "builtins.__warningregistry__"}
+def _code_holders(held: object) -> list[types.FunctionType]:
+    """The functions in what a class holds: a method, a property, a class method."""
+    found: tuple[object, ...] = (held, getattr(held, "__func__", None))
+    if isinstance(held, property):
+        found = (held.fget, held.fset)
+    return [f for f in found if isinstance(f, types.FunctionType)]
 
 
-def changed(before: dict[str, object], after: dict[str, object]) -> str:
-    """What was replaced or removed; what has come is no matter."""
-    for name, value in before.items():
-        if name not in _LOOSE and after.get(name) is not value:
-            return name
-    return ""
+def _functions(values: Iterable[object]) -> Iterator[tuple[str, types.FunctionType]]:
+    for value in values:
+        for function in _code_holders(value):
+            yield f"{function.__module__}.{function.__qualname__}", function
 
 
 class Lockstep:
@@ -60,7 +100,7 @@ class Lockstep:
     def __init__(self, told: int, said: int) -> None:
         self._told = os.fdopen(told, "r", encoding="utf-8")
         self._said = said
-        self._before: dict[str, object] = {}
+        self._watch: Watch | None = None
         self._outcome, self._message = "passed", ""
 
     def say(self, message: object) -> None:
@@ -71,34 +111,31 @@ class Lockstep:
     def hear(self) -> dict[str, Any]:
         return json.loads(self._told.readline() or '{"end": true}')
 
-    def pytest_collection(self) -> None:
+    def pytest_collection(self, session: pytest.Session) -> None:
         """From now on the test machinery must stay as it is: graded code comes with the first test file."""
-        self._before = watched()
+        self._watch = Watch(session.config)
+
+    def _whole(self) -> bool:
+        assert self._watch is not None
+        if changed := self._watch.changed():
+            self.say({"tampered": f"{changed} was replaced by the graded code"})
+        return not changed
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items: dict[str, pytest.Item] = {}
         for item in session.items:
             items.setdefault(item.nodeid, item)
-        tampered = changed(self._before, watched())
-        if tampered:
-            self.say({"tampered": f"{tampered} was replaced by the graded code"})
+        if not self._whole():
             return True
         self.say({"collected": list(items)})
-        while True:
-            order = self.hear()
-            name = order.get("run")
-            if name is None:
-                return True
+        while (name := (order := self.hear()).get("run")) is not None:
             self._outcome, self._message = "passed", ""
-            began = time.perf_counter()
             item, following = items[name], items.get(str(order.get("next")))
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            seconds = time.perf_counter() - began
-            if tampered := changed(self._before, watched()):
-                self.say({"tampered": f"{tampered} was replaced by the graded code"})
+            if not self._whole():
                 return True
-            answer = {"test": name, "outcome": self._outcome, "message": self._message}
-            self.say(answer | {"seconds": round(seconds, 4)})
+            self.say({"test": name, "outcome": self._outcome, "message": self._message})
+        return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome == "failed" and self._outcome != "failed":
