@@ -15,6 +15,10 @@ from pathlib import Path
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CHUNK = 1 << 20
+_MOST_LEVELS = 100
+"""Two descriptors and two frames are held for each."""
+_MOST_PATH_CHARS = 2000
+"""The copy must be readable by its path."""
 _MARKS = ("user.overlay.opaque", "user.overlay.whiteout", "user.overlay.whiteouts")
 
 
@@ -27,7 +31,8 @@ def copy_layer(source: Path, target: Path, *, max_bytes: int | None = None) -> N
         max_bytes: Most that is copied, each name counting for 1 KB beside what is in it.
 
     Raises:
-        OSError: The disk is full, a file is unreadable; EFBIG: there is more than `max_bytes`.
+        OSError: The disk is full, a file is unreadable; EFBIG: there is more than `max_bytes`;
+            ENAMETOOLONG: folders lie in folders without an end.
     """
     target.mkdir(mode=0o755)
     top, copied = os.open(source, _FOLDER), os.open(target, _FOLDER)
@@ -51,14 +56,17 @@ class _Room:
                 raise OSError(errno.EFBIG, "more was written than may be copied")
 
 
-def _copy_folder(source: int, target: int, room: _Room) -> None:
+def _copy_folder(source: int, target: int, room: _Room, path: str = "") -> None:
     _copy_marks(source, target)
+    if path.count("/") >= _MOST_LEVELS or len(path) > _MOST_PATH_CHARS:
+        raise OSError(errno.ENAMETOOLONG, "folders lie too deep in folders to be copied")
     for name in os.listdir(source):
         with suppress(FileNotFoundError):  # gone meanwhile
-            _copy_entry(source, target, name, os.lstat(name, dir_fd=source), room)
+            _copy_entry(source, target, f"{path}/{name}", os.lstat(name, dir_fd=source), room)
 
 
-def _copy_entry(source: int, target: int, name: str, found: os.stat_result, room: _Room) -> None:
+def _copy_entry(source: int, target: int, path: str, found: os.stat_result, room: _Room) -> None:
+    name = path.rpartition("/")[2]
     room.take(1024)
     kind = stat.S_IFMT(found.st_mode)
     if kind == stat.S_IFDIR:
@@ -67,7 +75,7 @@ def _copy_entry(source: int, target: int, name: str, found: os.stat_result, room
             os.mkdir(name, 0o700, dir_fd=target)
             copied = os.open(name, _FOLDER, dir_fd=target)
             try:
-                _copy_folder(below, copied, room)
+                _copy_folder(below, copied, room, path)
                 os.fchmod(copied, stat.S_IMODE(found.st_mode))
                 os.utime(copied, ns=(found.st_atime_ns, found.st_mtime_ns))
             finally:

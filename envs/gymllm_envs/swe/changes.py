@@ -100,12 +100,16 @@ def why_left_out(path: str, hidden: frozenset[str] = frozenset()) -> str:
         return "neither source nor data"
     if path in hidden or _TEST_FILE.match(name) or _TEST_FOLDERS & {*parts[:-1]}:
         return "a test"
+    if any(file.startswith(f"{path}/") for file in hidden):
+        return "it would take the place of a folder of tests"
+    if not path.isprintable():  # bytes that aren't UTF-8, too
+        return "a name that can't be written"
     if name in _SETTINGS:
         return "a setting of builds or tests"
     if PurePosixPath(name).suffix in _SUFFIXES:
         return "compiled, or run by every interpreter"
     top = [part for part in parts if part != "src"][:1]
-    if top and PurePosixPath(top[0]).stem in _MACHINERY:
+    if top and top[0].partition(".")[0] in _MACHINERY:
         return "it would take the place of a module that the tests run with"
     return ""
 
@@ -132,7 +136,7 @@ def read_changes(upper: Path, tree: Merged, hidden: frozenset[str] = frozenset()
             why = content
         if why:
             if tree.read(path) != content:
-                left_out[path] = why
+                left_out[path if path.isprintable() else ascii(path)[1:-1]] = why
             continue
         assert not isinstance(content, str)
         if content == tree.read(path):
@@ -156,7 +160,7 @@ def _written(upper: Path, tree: Merged) -> Iterator[tuple[str, bytes | str | Non
         for name in [n for n in folders if (here / n).is_symlink()]:
             folders.remove(name)
             names.append(name)
-        if prefix in _FOLDERS:
+        if here.name in _FOLDERS and prefix != ".":
             folders.clear()
             continue
         if prefix != "." and _is_opaque(here):

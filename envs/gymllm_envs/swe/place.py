@@ -19,6 +19,13 @@ from gymllm_envs.swe.trees import TaskTree, prepare
 
 MAX_WRITTEN_BYTES = 64 << 20
 """Most that may have been written below the tree, what doesn't count included."""
+_FAULTS_OF_THE_HOST = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    }
+)
+"""All others are what the agent can bring about."""
 
 _grading: RunVar[anyio.CapacityLimiter] = RunVar("gymllm_swe_grading")
 
@@ -57,17 +64,20 @@ class SdistPlace:
         try:
             snapshot = await self.sandbox.snapshot(max_bytes=MAX_WRITTEN_BYTES)
         except SandboxFileError as problem:
-            if problem.errno != errno.EFBIG:
+            if problem.errno in _FAULTS_OF_THE_HOST:
                 raise
-            return Changes(
-                refused=f"more than {MAX_WRITTEN_BYTES >> 20} MB were written to the tree"
-            )
+            if problem.errno == errno.EFBIG:
+                why = f"more than {MAX_WRITTEN_BYTES >> 20} MB were written to the tree"
+            else:  # unreadable, too deep, or changed by a process while it was copied
+                why = f"the tree can't be read: {problem.strerror}"
+            return Changes(refused=why)
         under = self._made.given
         hidden = frozenset(test_files(self._task))
         try:
             return await to_thread.run_sync(read_changes, snapshot.layers[-1], under, hidden)
         finally:
-            await to_thread.run_sync(snapshot.discard)
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(snapshot.discard)
 
     async def aclose(self) -> None:
         """Kills everything in the sandbox."""

@@ -154,7 +154,8 @@ async def _make_layers(task: SweTask, made: TaskTree, folder: Path) -> None:
         await _commit(made.spec(bug, hide), new / "git")
         await to_thread.run_sync(_put_in_place, new, folder)
     finally:
-        await to_thread.run_sync(lambda: shutil.rmtree(new, ignore_errors=True))
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(lambda: shutil.rmtree(new, ignore_errors=True))
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
@@ -192,7 +193,8 @@ async def _commit(spec: SandboxSpec, layer: Path) -> None:
         try:
             await to_thread.run_sync(copy_layer, snapshot.layers[-1], layer)
         finally:
-            await to_thread.run_sync(snapshot.discard)
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(snapshot.discard)
 
 
 @functools.cache
