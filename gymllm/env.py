@@ -30,6 +30,8 @@ RENDER_MODES = ("ansi", "human", "rgb_array")
 class Env(gymnasium.Env[str, str], ABC):
     """An environment for a language-model agent: text in, text out.
 
+    `info["metrics"]` of an episode's last step, numbers by name, is averaged into evaluations and logs.
+
     `self.np_random` is seeded before `areset` is called; draw all randomness from it. Always driven on
     one event loop (`HomeLoop`), one call at a time.
 

@@ -202,6 +202,8 @@ async def _play(episode: _Episode) -> None:
         if rewards is not None:
             episode.reward(rewards)
         observation = result.observation
+        if result.terminated or result.truncated:
+            episode.metrics = _metrics(info)
         if result.terminated:
             episode.ending, episode.reason = Ending.TERMINATED, ""
             return
@@ -215,6 +217,15 @@ async def _play(episode: _Episode) -> None:
         if following is not acting:
             seat, agent = episode.next(following)
             acting, turns = seat.name, seat.turns
+
+
+def _metrics(info: Mapping[str, object]) -> Mapping[str, float]:
+    """The numbers in `info["metrics"]`; nothing else of it."""
+    said = info.get("metrics")
+    if not isinstance(said, Mapping):
+        return {}
+    metrics = cast("Mapping[object, object]", said)
+    return {str(name): float(n) for name, n in metrics.items() if isinstance(n, int | float)}
 
 
 class _Seat:
@@ -253,6 +264,7 @@ class _Episode:
         "env",
         "limit",
         "limits",
+        "metrics",
         "name",
         "reason",
         "task",
@@ -279,6 +291,8 @@ class _Episode:
         self.acting = ""
         """Whose turn it is."""
         self.ending, self.reason = Ending.TRUNCATED, "episode_timeout"  # until it ends otherwise
+        self.metrics: Mapping[str, float] = {}
+        """What the environment says of it at its end."""
         self.limit = Limit(limits.episode_timeout_s)
         self._started = 0
 
@@ -334,6 +348,7 @@ class _Episode:
                 reward=sum(turn.reward for turn in seat.turns) + seat.early_reward,
                 started_ns=self._started,
                 ended_ns=ended,
+                metrics=dict(self.metrics),
             )
             for seat in self._trained()
         ]

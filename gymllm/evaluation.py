@@ -87,6 +87,15 @@ class EvaluationResult:
         return mean_interval([t.reward for t in self.scored])
 
     @property
+    def metrics(self) -> dict[str, Estimate]:
+        """Means of what environments say of an episode at its end, over the episodes that have it."""
+        found: dict[str, list[float]] = {}
+        for trajectory in self.scored:
+            for name, number in trajectory.metrics.items():
+                found.setdefault(name, []).append(number)
+        return {name: mean_interval(numbers) for name, numbers in sorted(found.items())}
+
+    @property
     def turns(self) -> Estimate:
         """Mean turns of a scored episode."""
         return mean_interval([len(t.turns) for t in self.scored])

@@ -76,12 +76,16 @@ class Trajectory:
 
     @property
     def tokens(self) -> int:
-        """Tokens over every segment."""
+        """Tokens over every segment. Without any (a chat engine): of the last turn, as the server counts."""
+        if not self.segments and self.turns:
+            return self.turns[-1].prompt_tokens + self.turns[-1].generated_tokens
         return sum(len(s) for s in self.segments)
 
     @property
     def generated_tokens(self) -> int:
         """Tokens that the policy generated."""
+        if not self.segments:
+            return sum(turn.generated_tokens for turn in self.turns)
         return sum(int(s.mask.sum()) for s in self.segments)
 
 

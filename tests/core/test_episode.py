@@ -106,6 +106,19 @@ async def test_truncated_by_the_environment(info: dict[str, str], reason: str) -
     assert trajectory.reward == 0.5
 
 
+class Measured(Counter):
+    async def astep(self, action):
+        observation, reward, terminated, truncated, _ = await super().astep(action)
+        info = {"metrics": {"mended": 0.5, "known": True, "name": "left out"}} if terminated else {}
+        return observation, reward, terminated, truncated, info
+
+
+@pytest.mark.asyncio
+async def test_numbers_of_the_last_step_are_kept() -> None:
+    assert (await play(Measured)).metrics == {"mended": 0.5, "known": 1.0}
+    assert (await play(Counter)).metrics == {}
+
+
 @pytest.mark.asyncio
 async def test_truncated_by_max_turns() -> None:
     trajectory = await play(limits=EpisodeLimits(max_turns=2))

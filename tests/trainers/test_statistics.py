@@ -125,3 +125,13 @@ def test_each_step_starts_anew() -> None:
     statistics.add(group(1, 1))
     assert statistics.metrics()["reward/mean"] == 1
     assert statistics.metrics() == {}
+
+
+def test_what_environments_say_of_their_episodes_is_averaged_over_those_that_do() -> None:
+    one, two = trajectory(0, 0.0, metrics={"mended": 1.0}), trajectory(1, 0.0)
+    three = trajectory(2, 0.0, metrics={"mended": 0.0, "kept": 3.0})
+    found = of(Group(task=one.task, trajectories=(one, two, three)))
+    assert {name: found[name] for name in found if name.startswith("env/")} == {
+        "env/mended": 0.5,
+        "env/kept": 3.0,
+    }

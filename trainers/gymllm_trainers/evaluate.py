@@ -501,6 +501,7 @@ def summarize(evaluation: Evaluation, result: EvaluationResult) -> dict[str, obj
         "failed": result.failed,
         "retried": dict(result.retried),
         "reward": _estimate(result.reward),
+        "metrics": {name: _estimate(mean) for name, mean in result.metrics.items()},
         "turns": _estimate(result.turns),
         "tokens": _estimate(result.tokens),
         "generated_tokens": _estimate(result.generated_tokens),
@@ -537,6 +538,7 @@ def result_table(evaluation: Evaluation, result: EvaluationResult, elapsed_s: fl
         rewards += [(f"wins of {agent}", result.wins(agent), 3) for agent in result.agents]
     for label, estimate, digits in (
         *rewards,
+        *((name.replace("_", " "), mean, 3) for name, mean in result.metrics.items()),
         ("turns", result.turns, 1),
         ("tokens", result.tokens, 0),
         ("generated tokens", result.generated_tokens, 0),

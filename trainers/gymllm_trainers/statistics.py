@@ -58,6 +58,10 @@ class StepStatistics:
             for agent in sorted({episode.agent for episode in episodes} - {""})
         }
         metrics |= {
+            f"env/{name}": _mean([e.metrics[name] for e in episodes if name in e.metrics])
+            for name in sorted({name for episode in episodes for name in episode.metrics})
+        }
+        metrics |= {
             f"episode/truncated/{limit}": count / len(episodes)
             for limit, count in endings.items()
             if limit

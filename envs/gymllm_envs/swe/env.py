@@ -18,7 +18,7 @@ from gymllm.errors import ConfigError, UnknownNameError
 from gymllm.message import ToolCall
 from gymllm.pool import make_pool
 from gymllm.tool_calls import FORM, read_calls, tool_name
-from gymllm_envs.swe.grading import Verdict
+from gymllm_envs.swe.grading import Verdict, share_passed
 from gymllm_envs.swe.place import Place, open_place
 from gymllm_envs.swe.sources import DEFAULT, default_tasks, load_tasks
 from gymllm_envs.swe.task import SweTask
@@ -308,6 +308,12 @@ def _told(verdict: Verdict) -> dict[str, Any]:
         "patch": verdict.patch,
         "left_out": dict(verdict.left_out),
         "grading_s": verdict.wall_s,
+        "metrics": {
+            "resolved": float(verdict.resolved),
+            "mended_share": share_passed(verdict.fail_to_pass),
+            "kept_share": share_passed(verdict.pass_to_pass),
+            "tampered": float(bool(verdict.tampered)),
+        },
     }
 
 
