@@ -39,6 +39,7 @@ from gymllm_agents.tokenizer import Tokenizer as Tokenizer
 from gymllm_agents.tokenizer_training import train_tokenizer as train_tokenizer
 from gymllm_agents.tool_agent import ToolAgent as ToolAgent
 from gymllm_agents.tool_agent import ToolConfig as ToolConfig
+from gymllm_agents.tools import Held as Held
 from gymllm_agents.tools import McpServer as McpServer
 from gymllm_agents.tools import Tool as Tool
 from gymllm_agents.tools import ToolError as ToolError
@@ -46,6 +47,7 @@ from gymllm_agents.tools import ToolResult as ToolResult
 from gymllm_agents.tools import calculator as calculator
 from gymllm_agents.tools import local_search as local_search
 from gymllm_agents.tools import run_calls as run_calls
+from gymllm_agents.tools import sandbox_tools as sandbox_tools
 from gymllm_agents.tools import tool as tool
 
 __all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
@@ -59,6 +61,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
     "EnvToolConfig",
     "FormatAgent",
     "FormatConfig",
+    "Held",
     "HermesParser",
     "LimitReachedError",
     "McpServer",
@@ -83,6 +86,7 @@ __all__ = [  # noqa: RUF022 (in the order of `sorted`, which a test checks)
     "local_search",
     "make_parser",
     "run_calls",
+    "sandbox_tools",
     "tool",
     "train_tokenizer",
 ]

@@ -14,7 +14,7 @@ from gymllm_agents.conversation_agent import ConversationAgent
 from gymllm_agents.parsers import ToolCallParser, UnreadableCall, make_parser
 from gymllm_agents.setting import Setting
 from gymllm_agents.tokenizer import Tokenizer
-from gymllm_agents.tools import Tool, ToolResult, run_calls
+from gymllm_agents.tools import Held, Tool, ToolResult, run_calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class ToolAgent(ConversationAgent):
         self._max_tool_calls = max_tool_calls
         refusal = f"Error: only {max_tool_calls} calls a turn are allowed; answer now."
         self._refused = ToolResult(text=refusal, failed=True)
+        self._held = Held()
 
     @classmethod
     def factory(  # pyright: ignore[reportIncompatibleMethodOverride]  # an agent of tools needs tools
@@ -112,17 +113,22 @@ class ToolAgent(ConversationAgent):
         left = self._max_tool_calls
         while reply.calls and left > 0:
             calls = reply.calls
-            results = await run_calls(
-                self._tools,
-                calls[:left],
-                timeline=self.context.timeline,
-                track=f"{self.context.name}/tools",
-            )
+            with self._held.during():
+                results = await run_calls(
+                    self._tools,
+                    calls[:left],
+                    timeline=self.context.timeline,
+                    track=f"{self.context.name}/tools",
+                )
             results += (self._refused,) * (len(calls) - len(results))
             left -= len(results)
             self.count_calls(len(results), sum(result.failed for result in results))
             reply = await self.say(*self.tell(calls, results))
         return reply.text if not reply.calls else reply.raw
+
+    async def aclose(self) -> None:
+        """Closes what tools hold open, such as a sandbox; `run_episode` calls it."""
+        await self._held.aclose()
 
     def tell(
         self, calls: Sequence[ToolCall | UnreadableCall], results: Sequence[ToolResult]

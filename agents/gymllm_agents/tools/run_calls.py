@@ -9,6 +9,7 @@ import anyio
 import anyio.lowlevel
 
 from gymllm.clip import clip
+from gymllm.errors import SandboxError
 from gymllm.message import ToolCall
 from gymllm.timeline import Timeline
 from gymllm.tool_calls import did_you_mean
@@ -26,7 +27,7 @@ async def run_calls(
     timeline: Timeline | None = None,
     track: str = "tools",
 ) -> tuple[ToolResult, ...]:
-    """Runs calls concurrently. Raises nothing but cancellation, which ends them all.
+    """Runs calls concurrently, but those of `in_order` tools one after the other. Cancellation ends all.
 
     Args:
         tools: By name.
@@ -37,21 +38,40 @@ async def run_calls(
 
     Returns:
         A result for each call, in the order of the calls.
+
+    Raises:
+        SandboxError: A tool's sandbox could not be had; the other calls are cancelled.
     """
     await anyio.lowlevel.checkpoint()
     # An async function may be cancelled by its own code, which ends nothing but its task.
     cancelled = ToolResult(text="Error: the call was cancelled.", failed=True)
     results = [cancelled] * len(calls)
 
-    async def run(index: int, call: ToolCall | UnreadableCall) -> None:
-        on = track if index == 0 else f"{track} +{index}"
-        name = clip(call.name, LONGEST_NAME) or "unreadable"
-        with contextlib.nullcontext() if timeline is None else timeline.span(on, name):
-            results[index] = await _run_call(tools, call)
+    broken: list[SandboxError] = []
 
+    async def run(*indices: int) -> None:
+        for index in indices:
+            call = calls[index]
+            on = track if index == 0 else f"{track} +{index}"
+            name = clip(call.name, LONGEST_NAME) or "unreadable"
+            with contextlib.nullcontext() if timeline is None else timeline.span(on, name):
+                try:
+                    results[index] = await _run_call(tools, call)
+                except SandboxError as error:  # raised below: nobody looks for it in a group
+                    broken.append(error)
+                    group.cancel_scope.cancel()
+
+    in_order = [
+        k for k, call in enumerate(calls) if call.name in tools and tools[call.name].in_order
+    ]
     async with anyio.create_task_group() as group:
+        if in_order:
+            group.start_soon(run, *in_order, name=f"{track}: calls in order")
         for index, call in enumerate(calls):
-            group.start_soon(run, index, call, name=f"{track}: {call.name or 'unreadable call'}")
+            if index not in in_order:
+                group.start_soon(run, index, name=f"{track}: {call.name or 'unreadable call'}")
+    if broken:
+        raise broken[0]
     return tuple(results)
 
 

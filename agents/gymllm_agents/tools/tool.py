@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 
 from gymllm.clip import clip
-from gymllm.errors import ConfigError
+from gymllm.errors import ConfigError, SandboxError
 from gymllm.tool_calls import argument_problems, name_problems
 from gymllm_agents.chat_template import ToolSchema
 from gymllm_agents.tools.places import Places, run_in_thread
@@ -61,6 +61,9 @@ class Tool:
     max_concurrent: int | None = None
     """Most calls at once, over all episodes. The others wait their turn, which no timeout counts. A
     thread that was left behind counts until it ends."""
+    in_order: bool = False
+    """Calls of one reply run one after the other, in their order, together with those of all such tools:
+    for tools that change something they share."""
     convert: ArgumentConverter | None = None
     """None: names, types and "enum" are checked against `parameters`, nested objects aside, and the function
     takes the arguments as the model gave them."""
@@ -105,9 +108,12 @@ class Tool:
         return {"type": "function", "function": function}
 
     async def __call__(self, arguments: Mapping[str, object]) -> ToolResult:
-        """Checks the arguments and runs the function. Raises nothing but cancellation.
+        """Checks the arguments and runs the function. What it raises is told.
 
         Cancelled or out of time, an async function is cancelled and a sync one's thread left behind.
+
+        Raises:
+            SandboxError: Its sandbox could not be had, which is no fault of the model's.
         """
         await anyio.lowlevel.checkpoint()
         try:
@@ -116,7 +122,7 @@ class Tool:
             text, failed = f"Error: {error}", True
         # Someone else's code; the model hears of it, the episode goes on. The loop turns Ctrl-C into
         # cancellation, so that a KeyboardInterrupt here is the function's own.
-        except (anyio.get_cancelled_exc_class(), GeneratorExit):
+        except (anyio.get_cancelled_exc_class(), GeneratorExit, SandboxError):
             raise
         except BaseException as error:
             text, failed = f"Error: {as_error(error)}", True
