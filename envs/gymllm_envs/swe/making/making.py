@@ -1,344 +1,288 @@
-"""Makes tasks of one package: a bug, the tests that tell, what is hidden; each run twice before it counts."""
+"""Makes a task file: so many tasks, spread over packages; and the small one that is made at first use.
+
+make_tasks ── a PackageMaker for each package, `jobs` at a time ──> Attempt ──> a line of the file
+default_tasks ── the same, once, into the cache
+"""
 
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
 
-from gymllm_envs.swe.making.hiding import hide
-from gymllm_envs.swe.making.mutation import Function, Mutation, Source, choose, mutated, mutations
-from gymllm_envs.swe.making.packages import Package
-from gymllm_envs.swe.making.reach import Reach, find_reach, functions_in, source_files
-from gymllm_envs.swe.making.running import PackageSandbox, Run, RunResult, TestRun
-from gymllm_envs.swe.making.statement import problem_statement
-from gymllm_envs.swe.patching import make_patch
-from gymllm_envs.swe.task import SweTask
+import anyio
 
-MOST_F2P, MOST_P2P = 20, 200
-MOST_REACHING = 200
-"""A line that more tests run is left alone: they can't all be tried."""
-FEW_REACHING = 30
-"""Lines that no more tests run are preferred."""
-MOST_FAILING = 60
-"""A bug that breaks more is too coarse."""
-SLOW_S = 1.0
-"""A test that takes longer isn't among those that must still pass."""
-_ROUNDS = 3
-"""How often a function is tried, at most; all others come before its next turn."""
-_BATCH = 6
-_NOT_A_FAILURE = ("MemoryError", "KeyboardInterrupt", "SystemExit")
+from gymllm.errors import ConfigError, EnvError, GymLLMError, SandboxError
+from gymllm_envs.swe.grading import working_canaries
+from gymllm_envs.swe.making.cache import cache_folder, locked
+from gymllm_envs.swe.making.package_maker import Attempt, PackageMaker
+from gymllm_envs.swe.making.packages import PACKAGES, package_named
+from gymllm_envs.swe.making.site import PINNED
+from gymllm_envs.swe.task import SweTask, read_tasks, to_row, write_tasks
 
+DEFAULT_PACKAGES = ("toolz", "inflection", "isodate", "funcy", "webcolors", "schema")
+"""Small ones, whose tests are quick."""
+DEFAULT_COUNT = 24
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What became of one bug."""
-
-    operator: str
-    task: SweTask | None
-    """None: it was dropped."""
-    reason: str = ""
-    """Why it was dropped."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Candidate:
-    number: int
-    file: str
-    bug: Mutation
-    text: str
-    """The whole module, with the bug."""
-    reaching: frozenset[str]
+Rewrite = Callable[[SweTask], Awaitable[str]]
 
 
 @dataclass(kw_only=True)
-class _Proved:
-    """A bug that some tests tell, as its second look needs it."""
+class Made:
+    """How far it is: what a progress line says, and what is left in the end."""
 
-    candidate: _Candidate
-    failing: list[TestRun]
-    fail_to_pass: list[str]
-    pass_to_pass: list[str]
-    hidden: dict[str, str]
-    """Test files without the functions that fail, by path."""
-    visible: list[str]
-    """What the hidden files must still pass."""
-    runs: list[Run] = field(default_factory=list[Run])
+    count: int
+    """Of tasks, wanted."""
+    tasks: list[SweTask] = field(default_factory=list[SweTask])
+    """Those of earlier runs, too."""
+    before: int = 0
+    """How many were there before."""
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    """Reason to how many bugs."""
+    operators: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Operator to bugs tried and kept."""
+    failed: dict[str, GymLLMError] = field(default_factory=dict[str, GymLLMError])
+    """Packages that could not be used."""
+    began: float = field(default_factory=time.monotonic)
 
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self.began
 
-class PackageMaker:
-    """Makes tasks of one package, the same ones for the same seed."""
+    @property
+    def packages(self) -> int:
+        return len({task.sdist for task in self.tasks})
 
-    def __init__(self, package: Package, *, seed: int, first: int = 0) -> None:
-        """Nothing runs yet.
-
-        Args:
-            package: Whose bugs are made.
-            seed: Of all choices.
-            first: The candidate to begin with: what an earlier run has tried is passed over.
-        """
-        self.package, self.seed = package, seed
-        self.exhausted = False
-        """There are no more candidates."""
-        self._first = first
-        self._reach: Reach | None = None
-        self._candidates: Iterator[_Candidate] = iter(())
-
-    async def make(self, count: int, tell: Callable[[Attempt], None]) -> int:
-        """Makes up to `count` tasks; returns how many it made.
-
-        Args:
-            count: At most.
-            tell: Told of each attempt, in the order of the candidates.
-
-        Raises:
-            EnvError: The package can't be downloaded, or its tests don't run.
-            SandboxError: A sandbox broke.
-        """
-        made = 0
-        async with await PackageSandbox.open(self.package) as sandbox:
-            if self._reach is None:
-                self._reach = await find_reach(sandbox)
-                self._candidates = self._find_candidates(sandbox, self._reach)
-            while made < count and not self.exhausted:
-                batch = [c for c, _ in zip(self._candidates, range(_BATCH), strict=False)]
-                self.exhausted = len(batch) < _BATCH
-                for attempt in await self._attempts(sandbox, self._reach, batch):
-                    if made < count:  # the rest would be other tasks than one made later by itself
-                        tell(attempt)
-                        made += attempt.task is not None
-        return made
-
-    def _find_candidates(self, sandbox: PackageSandbox, reach: Reach) -> Iterator[_Candidate]:
-        """Bugs to try: each function once, then again; those that few tests reach first."""
-        chance = random.Random(f"{self.package.sdist} {self.seed}")
-        everything: list[tuple[str, Source, Function]] = [
-            (file, source, function)
-            for file in source_files(self.package, sandbox.folder)
-            for source, function in functions_in(sandbox.folder, file)
-            if reach.of_function(file, function)
-        ]
-        chance.shuffle(everything)
-        everything.sort(key=lambda e: len(reach.of_function(e[0], e[2])) > FEW_REACHING)
-        used: dict[str, int] = {}
-        tried: set[tuple[str, Mutation]] = set()
-        number = 0
-        for _ in range(_ROUNDS):
-            for file, source, function in everything:
-                bugs = {
-                    operator: [
-                        bug
-                        for bug in bugs
-                        if (file, bug) not in tried
-                        and 0 < len(reach.of_line(file, bug.line, function)) <= MOST_REACHING
-                    ]
-                    for operator, bugs in mutations(source, function).items()
-                }
-                text = None
-                while text is None and (bug := choose(bugs, chance, used)):
-                    tried.add((file, bug))
-                    bugs[bug.operator].remove(bug)
-                    text = mutated(source, bug)
-                    if text is not None:
-                        number += 1
-                        if number > self._first:
-                            reaching = reach.of_line(file, bug.line, function)
-                            yield _Candidate(
-                                number=number, file=file, bug=bug, text=text, reaching=reaching
-                            )
-
-    async def _attempts(
-        self, sandbox: PackageSandbox, reach: Reach, batch: Sequence[_Candidate]
-    ) -> list[Attempt]:
-        runs = [
-            Run(
-                targets=_files(candidate.reaching),
-                tests=tuple(sorted(candidate.reaching)),
-                files={candidate.file: candidate.text},
-                timeout_s=_limit(reach, candidate.reaching),
-            )
-            for candidate in batch
-        ]
-        results = await sandbox.run(runs, hash_seed=1)
-        first_look = [
-            self._first_look(sandbox, reach, candidate, result)
-            for candidate, result in zip(batch, results, strict=True)
-        ]
-        proved = [found for found in first_look if isinstance(found, _Proved)]
-        again = await sandbox.run([run for found in proved for run in found.runs], hash_seed=2)
-        attempts: list[Attempt] = []
-        for candidate, found in zip(batch, first_look, strict=True):
-            operator = candidate.bug.operator
-            if isinstance(found, str):
-                attempts.append(Attempt(operator=operator, task=None, reason=found))
-                continue
-            mine, again = again[: len(found.runs)], again[len(found.runs) :]
-            if reason := _disagreement(found, mine):
-                attempts.append(Attempt(operator=operator, task=None, reason=reason))
-            else:
-                task = self._task(sandbox, reach, found)
-                attempts.append(Attempt(operator=operator, task=task))
-        return attempts
-
-    def _first_look(
-        self, sandbox: PackageSandbox, reach: Reach, candidate: _Candidate, result: RunResult
-    ) -> _Proved | str:
-        """What the reaching tests say of a bug: the tests of a task, or why there is none."""
-        if result.ended != "done":
-            return result.ended
-        if set(result.uncollected) - reach.uncollected:
-            return "import"
-        failing = [result.tests[name] for name in sorted(result.having("failed"))]
-        if not failing:
-            return "survived"
-        if len(failing) > MOST_FAILING:
-            return "coarse"
-        if any(test.failure is None or test.failure.error in _NOT_A_FAILURE for test in failing):
-            return "broke its tests"
-        chance = random.Random(f"{self.package.sdist} {self.seed} {candidate.number}")
-        failed = {test.id for test in failing}
-        passing = sorted(result.having("passed"))
-        files = _files(failed)
-        others = [t for t in reach.tests if t.startswith(files) and t not in candidate.reaching]
-        chance.shuffle(passing)
-        chance.shuffle(others)
-        quick = [t for t in (*passing, *others) if reach.tests[t].seconds < SLOW_S]
-        if not quick:
-            return "nothing passes"
-        by_file: dict[str, set[int]] = {}
-        for name in failed:
-            by_file.setdefault(reach.tests[name].file, set()).add(reach.tests[name].line)
-        hidden: dict[str, str] = {}
-        for file, lines in by_file.items():
-            text = _read(sandbox, file) if file else None
-            left = hide(text, lines) if text is not None else None
-            if left is None:
-                return "can't be hidden"
-            hidden[file] = left
-        taken = {(file, line) for file, lines in by_file.items() for line in lines}
-        shown = [
-            t
-            for t in reach.tests
-            if t.startswith(files) and (reach.tests[t].file, reach.tests[t].line) not in taken
-        ]
-        found = _Proved(
-            candidate=candidate,
-            failing=failing,
-            fail_to_pass=sorted(chance.sample(sorted(failed), min(MOST_F2P, len(failed)))),
-            pass_to_pass=sorted(quick[:MOST_P2P]),
-            hidden=hidden,
-            visible=shown,
+    def line(self) -> str:
+        """Where it stands, in a line."""
+        new, tried = len(self.tasks) - self.before, sum(t for t, _ in self.operators.values())
+        said = (
+            f"{len(self.tasks)} of {self.count} tasks, {self.packages} packages, {tried} bugs tried"
         )
-        found.runs = _second_look(reach, found, chance)
-        return found
+        if new and len(self.tasks) < self.count:
+            left_s = self.wall_s / new * (self.count - len(self.tasks))
+            return f"{said}, {self.wall_s:.0f} s, about {left_s:.0f} s left"
+        return f"{said}, {self.wall_s:.0f} s"
 
-    def _task(self, sandbox: PackageSandbox, reach: Reach, found: _Proved) -> SweTask:
-        candidate = found.candidate
-        released = _read(sandbox, candidate.file) or ""
-        tests = {file: _read(sandbox, file) or "" for file in found.hidden}
-        bug_patch = make_patch({candidate.file: released}, {candidate.file: candidate.text})
-        hide_patch = make_patch(tests, found.hidden)
-        digest = hashlib.sha256((bug_patch + hide_patch).encode()).hexdigest()[:8]
-        secret = candidate.bug.function.rpartition(".")[2]
-        located = [_located(test, reach.tests[test.id]) for test in found.failing]
-        seconds = reach.seconds([*found.fail_to_pass, *found.pass_to_pass])
-        return SweTask(
-            id=f"{self.package.name}-{self.package.version}-{digest}",
-            repo=self.package.name,
-            problem_statement=problem_statement(self.package.sdist, located, tests, secret),
-            fail_to_pass=tuple(found.fail_to_pass),
-            pass_to_pass=tuple(found.pass_to_pass),
-            patch=make_patch({candidate.file: candidate.text}, {candidate.file: released}),
-            sdist=self.package.sdist,
-            bug_patch=bug_patch,
-            hide_patch=hide_patch,
-            timeout_s=float(max(60, round(20 * seconds, -1))),
-            extra={
-                "operator": candidate.bug.operator,
-                "function": f"{candidate.file}:{candidate.bug.function}",
-                "candidate": candidate.number,
-                "seed": self.seed,
-                "licence": self.package.licence,
-            },
-        )
+    def add(self, attempt: Attempt) -> None:
+        """Counts an attempt."""
+        tried, kept = self.operators.get(attempt.operator, (0, 0))
+        self.operators[attempt.operator] = (tried + 1, kept + (attempt.task is not None))
+        if attempt.task is not None:
+            self.tasks.append(attempt.task)
+        else:
+            self.dropped[attempt.reason] = self.dropped.get(attempt.reason, 0) + 1
 
 
-def _second_look(reach: Reach, found: _Proved, chance: random.Random) -> list[Run]:
-    """Faulty and released tree twice each, in different orders; then what is left of the test files."""
-    tests = (*found.fail_to_pass, *found.pass_to_pass)
-    faulty = {found.candidate.file: found.candidate.text}
-    runs = [
-        Run(
-            targets=_files(tests),
-            tests=tests,
-            files=files,
-            shuffle=chance.randrange(1 << 30),
-            timeout_s=_limit(reach, tests),
-        )
-        for files in (faulty, faulty, {}, {})
-    ]
-    visible = Run(
-        targets=tuple(found.hidden),
-        tests=tuple(found.visible),
-        files={**faulty, **found.hidden},
-        timeout_s=_limit(reach, found.visible),
-    )
-    return [*runs, visible]
+async def make_tasks(
+    out: Path,
+    *,
+    count: int,
+    packages: Sequence[str] = (),
+    seed: int = 0,
+    jobs: int = 2,
+    progress: Callable[[Made], None] = lambda made: None,
+    rewrite: Rewrite | None = None,
+) -> Made:
+    """Makes tasks until the file holds `count`; goes on where an earlier call has stopped.
 
+    Each task is in the file as soon as it is made; in the end they are sorted by package.
 
-def _disagreement(found: _Proved, results: Sequence[RunResult]) -> str:
-    """Why the second look doesn't confirm the first; drops tests of `pass_to_pass` that are not reliable."""
-    *faulty, mended, mended_too, visible = results
-    if any(result.ended != "done" for result in results):
-        return "timeout the second time"
-    kept = set(found.pass_to_pass)
-    for result in faulty:
-        if not set(found.fail_to_pass) <= result.having("failed"):
-            return "flaky"
-        kept &= result.having("passed")
-    for result in (mended, mended_too):
-        if not set(found.fail_to_pass) <= result.having("passed"):
-            return "flaky"
-        kept &= result.having("passed")
-    found.pass_to_pass = sorted(kept)
-    if not kept:
-        return "nothing passes"
-    if visible.having("passed") != set(found.visible):
-        return "what is left of its tests fails"
-    return ""
+    Args:
+        out: The file. One that is there must have been made with the same seed.
+        count: Of tasks, with those in the file.
+        packages: Names in `PACKAGES`; all if empty. They get equal shares, as far as they have enough.
+        seed: Of all choices. The same seed makes the same tasks, but for what a busy host times out.
+        jobs: Packages at a time; each keeps a core busy.
+        progress: Called after each bug.
+        rewrite: Given a task, answers its problem statement in other words.
 
-
-def _files(tests: Sequence[str] | frozenset[str] | set[str]) -> tuple[str, ...]:
-    return tuple(sorted({test.partition("::")[0] for test in tests}))
-
-
-def _limit(reach: Reach, tests: Sequence[str] | frozenset[str]) -> float:
-    """Many times what they took: the host may be busy now."""
-    return 5.0 + 6.0 * reach.seconds(tests)
-
-
-def _located(test: TestRun, released: TestRun) -> TestRun:
-    return TestRun(
-        id=test.id,
-        outcome=test.outcome,
-        seconds=test.seconds,
-        file=released.file,
-        line=released.line,
-        failure=test.failure,
-    )
-
-
-def _read(sandbox: PackageSandbox, file: str) -> str | None:
-    """A file of the released tree; None if it is none, or no text that can be edited."""
+    Raises:
+        ConfigError: An argument can't be used, or the file is of another seed.
+        UnknownNameError: No such package.
+        MissingExtraError: bubblewrap isn't installed.
+        EnvError: No package can be used; says why the first one can't.
+    """
+    for name, value in (("count", count), ("jobs", jobs)):
+        if value < 1:
+            raise ConfigError(f"{name} must be >= 1, got {value}.")
+    names = list(dict.fromkeys(packages or PACKAGES))
+    made = Made(count=count, tasks=_earlier(out, seed))
+    made.before = len(made.tasks)
+    makers = {
+        name: PackageMaker(package_named(name), seed=seed, first=_tried(made.tasks, name))
+        for name in names
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_tasks(out, made.tasks)
     try:
-        text = (sandbox.folder / file).read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if "\r" in text or "\f" in text else text
+        while len(made.tasks) < count:
+            shares = _shares(made, [n for n, m in makers.items() if not m.exhausted])
+            if not shares:
+                break
+            await _round(out, made, makers, shares, jobs, progress, rewrite)
+    finally:
+        order = {name: place for place, name in enumerate(PACKAGES)}
+        made.tasks.sort(key=lambda t: (order.get(t.repo, len(order)), _candidate(t)))
+        write_tasks(out, made.tasks)
+    if not made.tasks and made.failed:
+        raise next(iter(made.failed.values()))
+    return made
 
 
-def operators_of(attempts: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Lines of a table: operator, tried, kept."""
-    rows = sorted(attempts.items(), key=lambda row: -row[1][1])
-    return [f"{name:16} {kept:5} of {tried:5} kept" for name, (tried, kept) in rows]
+async def _round(
+    out: Path,
+    made: Made,
+    makers: Mapping[str, PackageMaker],
+    shares: Mapping[str, int],
+    jobs: int,
+    progress: Callable[[Made], None],
+    rewrite: Rewrite | None,
+) -> None:
+    """Has each package make its share."""
+    limiter = anyio.CapacityLimiter(jobs)
+    unusable: list[GymLLMError] = []
+
+    async def tell(attempt: Attempt) -> None:
+        if attempt.task is not None:
+            attempt = replace(attempt, task=await _finished(attempt.task, rewrite))
+            assert attempt.task is not None
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(to_row(attempt.task), ensure_ascii=False) + "\n")
+        made.add(attempt)
+        progress(made)
+
+    async def one(name: str) -> None:
+        async with limiter:
+            try:
+                await makers[name].make(shares[name], tell)
+            except (EnvError, SandboxError) as problem:
+                made.failed[name], makers[name].exhausted = problem, True
+            except GymLLMError as problem:  # as with all others: an extra is missing
+                unusable.append(problem)
+                tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for name in shares:
+            tasks.start_soon(one, name, name=f"make tasks of {name}")
+    if unusable:
+        raise unusable[0]
+
+
+async def _finished(task: SweTask, rewrite: Rewrite | None) -> SweTask:
+    """What is done for a task that counts."""
+    task = replace(task, canaries=await working_canaries(task))
+    return task if rewrite is None else replace(task, problem_statement=await rewrite(task))
+
+
+def _shares(made: Made, names: Sequence[str]) -> dict[str, int]:
+    """How many more each package makes, so that in the end all have as many."""
+    have = {name: sum(task.repo == name for task in made.tasks) for name in names}
+    shares = dict.fromkeys(names, 0)
+    for _ in range(made.count - len(made.tasks)):
+        if not names:
+            break
+        least = min(names, key=lambda name: have[name] + shares[name])
+        shares[least] += 1
+    return {name: share for name, share in shares.items() if share}
+
+
+def _earlier(out: Path, seed: int) -> list[SweTask]:
+    """The tasks that an earlier call has left in the file."""
+    if not out.exists():
+        return []
+    text = out.read_text(encoding="utf-8")
+    whole, newline, torn = text.rpartition("\n")
+    if torn and newline:  # it was killed in the middle of a line
+        out.write_text(whole + newline, encoding="utf-8")
+    if not whole.strip():
+        return []
+    tasks = read_tasks(out)
+    seeds = {task.extra.get("seed") for task in tasks}
+    if seeds != {seed}:
+        raise ConfigError(
+            f"{str(out)!r} holds tasks made with seed {', '.join(map(str, seeds))}, got seed {seed}. "
+            "Name another file, or that seed to go on."
+        )
+    return tasks
+
+
+def _tried(tasks: Sequence[SweTask], name: str) -> int:
+    return max((_candidate(task) for task in tasks if task.repo == name), default=0)
+
+
+def _candidate(task: SweTask) -> int:
+    return cast(int, task.extra.get("candidate", 0))
+
+
+def default_tasks(progress: Callable[[Made], None] | None = None) -> Path:
+    """The file with the default tasks, made at first use, which takes less than a minute.
+
+    Whoever calls it while another process makes it waits for that one.
+
+    Args:
+        progress: Called after each bug; by default lines go to standard error.
+
+    Raises:
+        EnvError: The packages can't be downloaded.
+        MissingExtraError: bubblewrap isn't installed.
+    """
+    folder = cache_folder() / "tasks"
+    path = folder / f"default-{_recipe()}.jsonl"
+    if path.exists():
+        return path
+    with locked(path):
+        if not path.exists():
+            unfinished = path.with_suffix(".part")
+            shown = progress or Progress("Making the tasks of gymllm/SWE-v0, this once")
+            made = anyio.run(_make_default, unfinished, shown)
+            if made.failed or len(made.tasks) < DEFAULT_COUNT:
+                why = next(iter(made.failed.values()), f"only {len(made.tasks)} could be made")
+                raise EnvError(
+                    f"The default tasks could not all be made: {why} What was made is kept; try again."
+                )
+            unfinished.rename(path)
+    return path
+
+
+async def _make_default(out: Path, progress: Callable[[Made], None]) -> Made:
+    return await make_tasks(
+        out, count=DEFAULT_COUNT, packages=DEFAULT_PACKAGES, progress=progress, jobs=2
+    )
+
+
+def _recipe() -> str:
+    """Names what the default tasks depend on: other packages, Python or code make them anew."""
+    digest = hashlib.sha256(repr((sys.version_info[:2], PINNED, DEFAULT_COUNT)).encode())
+    for name in DEFAULT_PACKAGES:
+        digest.update(repr(PACKAGES[name]).encode())
+    for module in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(module.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Progress:
+    """Shows how far it is, on standard error: on a terminal one line that changes, else some lines."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._last, self._shown = title, time.monotonic(), False
+        self._terminal = sys.stderr.isatty()
+        self._say(f"{title}.\n")
+
+    def __call__(self, made: Made) -> None:
+        """Shows it, if it is time."""
+        done = len(made.tasks) >= made.count
+        if self._terminal:
+            self._say(f"\r\x1b[K{made.line()}" + ("\n" if done else ""))
+        elif done or time.monotonic() - self._last > 5:
+            self._last = time.monotonic()
+            self._say(made.line() + "\n")
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
