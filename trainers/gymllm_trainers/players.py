@@ -33,7 +33,8 @@ class AgentSettings(AgentConfig):
     env-tools: each call of one of the environment's tools."""
     tools: tuple[str, ...] = ()
     """What it may call inside a turn: calculator; search:FOLDER, passages of the text files there;
-    mcp:COMMAND or mcp:URL, the tools of an MCP server."""
+    mcp:COMMAND or mcp:URL, the tools of an MCP server; bash, python and edit, or sandbox for all three, in
+    a sandbox that lives as long as the episode."""
     tool_form: ToolForm = "auto"
     """How it writes a call: as the chat template shows it, or in a family's form; plain is
     calculator(12 * 7) on a line of its own, for tools with one argument."""

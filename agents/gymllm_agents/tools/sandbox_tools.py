@@ -10,7 +10,6 @@ from gymllm.clip import clip
 from gymllm.errors import (
     ConfigError,
     GymLLMError,
-    SandboxDiedError,
     SandboxError,
     SandboxStartError,
     UnknownNameError,
@@ -138,7 +137,7 @@ class _Bench:
             raise ToolError("the command holds a NUL character.")
         try:
             done = await (await opened.shell()).run(command, timeout_s=self._timeout_s)
-        except SandboxDiedError as error:
+        except SandboxError as error:
             raise await self._died() from error
         if done.shell_died and not opened.sandbox.alive:
             raise await self._died()
@@ -151,7 +150,7 @@ class _Bench:
             done = await opened.sandbox.exec(
                 ["python3", "-"], input=code, timeout_s=self._timeout_s
             )
-        except SandboxDiedError as error:
+        except SandboxError as error:
             raise await self._died() from error
         return self._told(done, bytes(done.stdout) + bytes(done.stderr))
 
@@ -172,7 +171,7 @@ class _Bench:
             return await getattr(opened.editor, command)(**given)
         except EditError as error:
             raise ToolError(str(error)) from error
-        except SandboxDiedError as error:
+        except SandboxError as error:
             raise await self._died() from error
 
     async def _opened(self) -> _Opened:
@@ -180,6 +179,9 @@ class _Bench:
         if opened.sandbox.alive:
             return opened
         raise await self._died()
+
+    # Only a sandbox that can't be opened fails the episode: what breaks later may be the model's doing, and
+    # one that is failed is not learnt from.
 
     async def _open(self) -> _Opened:
         from gymllm.sandbox import Editor, open_sandbox

@@ -143,6 +143,23 @@ async def test_a_sandbox_that_dies_is_told_and_made_anew() -> None:
         assert "There is no f." in await episode.say("edit", command="view", path="f")
 
 
+async def test_a_model_that_breaks_its_sandbox_does_not_fail_its_episode() -> None:
+    tools = sandbox_tools(SandboxSpec(memory_mb=128, file_mb=4, pids=16), command_timeout_s=0.5)
+    async with Held() as held:
+        episode = Episode(tools, held)
+        for breaks in (
+            ":(){ :|:& };: & exit",
+            "while :; do sleep 100 & done; exit",
+            "dd if=/dev/zero of=big bs=1M count=64; exec false",
+            "kill -9 -1",
+        ):
+            await episode.say("bash", command=breaks)
+            for _ in range(2):
+                await episode.say("python", code="print(1)")
+                await episode.say("edit", command="create", path="x", file_text="1")
+                await episode.say("bash", command="true")
+
+
 async def test_one_that_cannot_be_had_is_no_fault_of_the_models(monkeypatch) -> None:
     monkeypatch.setattr("gymllm.sandbox.open_sandbox", _refuse)
     async with Held() as held:
