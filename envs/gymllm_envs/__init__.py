@@ -16,6 +16,7 @@ ENVIRONMENTS: dict[str, str] = {
     "gymllm/FrozenLake-v0": "gymllm_envs.frozen_lake:FrozenLake",
     "gymllm/PettingZoo-v0": "gymllm_envs.petting_zoo:PettingZoo",
     "gymllm/SWE-v0": "gymllm_envs.swe.env:SWE",
+    "gymllm/Terminal-v0": "gymllm_envs.terminal.env:TerminalEnv",
     "gymllm/TextArena-v0": "gymllm_envs.text_arena:TextArena",
 }
 """Id to the class that is made for it."""
