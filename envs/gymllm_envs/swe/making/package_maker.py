@@ -11,7 +11,7 @@ from gymllm_envs.swe.making.hiding import hide
 from gymllm_envs.swe.making.mutation import Function, Mutation, Source, choose, mutated, mutations
 from gymllm_envs.swe.making.packages import Package
 from gymllm_envs.swe.making.reach import Reach, find_reach, functions_in, source_files
-from gymllm_envs.swe.making.running import PackageSandbox, Run, RunResult, TestRun
+from gymllm_envs.swe.making.running import Outcome, PackageSandbox, Run, RunResult
 from gymllm_envs.swe.making.statement import problem_statement
 from gymllm_envs.swe.patching import make_patch
 from gymllm_envs.swe.task import SweTask
@@ -57,7 +57,7 @@ class _Proved:
     """A bug that some tests tell, as its second look needs it."""
 
     candidate: _Candidate
-    failing: list[TestRun]
+    failing: list[Outcome]
     fail_to_pass: list[str]
     pass_to_pass: list[str]
     hidden: dict[str, str]
@@ -321,8 +321,8 @@ def _limit(reach: Reach, tests: Sequence[str] | frozenset[str]) -> float:
     return 5.0 + 6.0 * reach.seconds(tests)
 
 
-def _located(test: TestRun, released: TestRun) -> TestRun:
-    return TestRun(
+def _located(test: Outcome, released: Outcome) -> Outcome:
+    return Outcome(
         id=test.id,
         outcome=test.outcome,
         seconds=test.seconds,

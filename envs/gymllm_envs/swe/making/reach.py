@@ -9,7 +9,7 @@ from pathlib import Path
 from gymllm.errors import EnvError
 from gymllm_envs.swe.making.mutation import Function, Source, functions
 from gymllm_envs.swe.making.packages import Package
-from gymllm_envs.swe.making.running import PackageSandbox, Run, TestRun
+from gymllm_envs.swe.making.running import Outcome, PackageSandbox, Run
 
 SUITE_TIMEOUT_S = 240.0
 """For a whole suite under coverage; the slowest takes a tenth on an idle core."""
@@ -19,7 +19,7 @@ SUITE_TIMEOUT_S = 240.0
 class Reach:
     """What was found out about a package's suite."""
 
-    tests: Mapping[str, TestRun]
+    tests: Mapping[str, Outcome]
     """Those that passed each time, whatever their order and the hash seed."""
     lines: Mapping[str, Mapping[int, frozenset[str]]]
     """Source file to line to those of them that run it."""

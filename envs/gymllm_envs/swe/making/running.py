@@ -45,7 +45,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestRun:
+class Outcome:
     """How one test went."""
 
     id: str
@@ -78,7 +78,7 @@ class RunResult:
 
     ended: str
     """"done", "timeout" or "crash"."""
-    tests: Mapping[str, TestRun]
+    tests: Mapping[str, Outcome]
     uncollected: tuple[str, ...]
     """Files whose import failed."""
     reach: Mapping[str, Mapping[int, tuple[str, ...]]]
@@ -207,7 +207,7 @@ def _result(said: dict[str, object]) -> RunResult:
     )
 
 
-def _test(said: dict[str, object]) -> TestRun:
+def _test(said: dict[str, object]) -> Outcome:
     failure = None
     if "error" in said:
         failure = Failure(
@@ -217,7 +217,7 @@ def _test(said: dict[str, object]) -> TestRun:
             parameters=cast("dict[str, str]", said["parameters"]),
             depth=cast(int, said["depth"]),
         )
-    return TestRun(
+    return Outcome(
         id=cast(str, said["test"]),
         outcome=cast(str, said["outcome"]),
         seconds=cast(float, said["seconds"]),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gymllm_envs.swe.making.mutation import FunctionNode, blocks_of
-from gymllm_envs.swe.making.running import Failure, TestRun
+from gymllm_envs.swe.making.running import Failure, Outcome
 
 _MOST_LINES = 30
 _MOST_MESSAGE_LINES = 15
@@ -30,7 +30,7 @@ class Report:
 
 
 def problem_statement(
-    sdist: str, tests: Sequence[TestRun], texts: Mapping[str, str], secret: str
+    sdist: str, tests: Sequence[Outcome], texts: Mapping[str, str], secret: str
 ) -> str:
     """Writes the issue.
 
@@ -56,7 +56,7 @@ def problem_statement(
     return _without(text, secret, known)
 
 
-def _spread(tests: Sequence[TestRun]) -> list[TestRun]:
+def _spread(tests: Sequence[Outcome]) -> list[Outcome]:
     """Up to three, of functions of their own; first those that fail nearest to the test itself."""
     failed = [test for test in tests if test.failure is not None and test.failure.line]
     failed.sort(key=lambda test: (test.failure.depth if test.failure else 0, test.id))
@@ -79,7 +79,7 @@ def _without(text: str, secret: str, known: str) -> str:
     return re.sub(rf"\b(?:\w+\.)*{re.escape(secret)}\b(?:\(\))?", "a function", text)
 
 
-def _report(test: TestRun, texts: Mapping[str, str]) -> Report | None:
+def _report(test: Outcome, texts: Mapping[str, str]) -> Report | None:
     failure, text = test.failure, texts.get(test.file)
     if failure is None or text is None:
         return None
@@ -125,7 +125,7 @@ class _Excerpt:
     def code(self, last: str) -> str:
         """Imports, what leads to the statement, and the statement as `last`; empty: the block around it."""
         top = self.statements[0]
-        needed = _names(top if last == "" else self.statements[-1])
+        needed = _names(ast.parse(last) if last else top)
         lines = [last or self.dedented(top)]
         for statement in reversed(self._function.body[: self._function.body.index(top)]):
             if _bound(statement) & needed and not isinstance(statement, ast.Assert):
@@ -184,7 +184,7 @@ class _Excerpt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Outcome:
+class _Told:
     title: str
     code: str
     """The failing statement as a user would write it; empty: the test's block as it is."""
@@ -192,7 +192,7 @@ class _Outcome:
     actual: str
 
 
-def _outcome(found: _Excerpt, failure: Failure) -> _Outcome:
+def _outcome(found: _Excerpt, failure: Failure) -> _Told:
     statement = found.statements[-1]
     check = _checked(found, statement)
     wanted = found.parameters.get(check.wanted, check.wanted)
@@ -202,20 +202,20 @@ def _outcome(found: _Excerpt, failure: Failure) -> _Outcome:
     expected = "" if "\n" in wanted or "`" in wanted or not wanted else f"`{wanted}`."
     error = _error_wanted(found.statements)
     if "DID NOT RAISE" in failure.message or "not raised" in failure.message:
-        return _Outcome(
+        return _Told(
             title=f"{subject} doesn't raise {error or 'an error'}",
             code=code,
             expected=f"`{error}`." if error else "An error.",
             actual="No error.",
         )
     if failure.error == "AssertionError":
-        return _Outcome(
+        return _Told(
             title=f"{subject} gives a wrong result",
             code=code,
             expected=expected or "The check at the end of the code to hold.",
             actual=_got(message, check) or "It doesn't.",
         )
-    return _Outcome(
+    return _Told(
         title=f"{subject} raises {failure.error}",
         code=code,
         expected=f"`{error}`." if error else expected or "No error.",
