@@ -7,7 +7,8 @@ import pytest
 from families import FAMILIES, load_family
 
 from gymllm.message import Message, ToolCall
-from gymllm_agents import ToolAgent, ToolConfig, calculator
+from gymllm.tool_calls import write_calls
+from gymllm_agents import EnvToolAgent, EnvToolConfig, ToolAgent, ToolConfig, calculator
 from gymllm_agents.parsers import make_parser
 
 LISTING = [
@@ -75,6 +76,36 @@ def test_a_call_is_run_and_its_result_told(name, recording, start) -> None:
     prompt = tokenizer.decode(engine.asked[0].prompt_ids.tolist(), skip_special=False)
     assert "calculator" in prompt
     assert "Calculate." in prompt
+    segments = agent.segments()
+    assert sum(int(s.mask.sum()) for s in segments) == sum(map(len, engine.said))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3.1", "mistral-small-3.2", "gpt-oss", "glm-4.6"])
+def test_a_call_is_an_action_of_an_environment_that_offers_tools(name, recording, start) -> None:
+    tokenizer = load_family(name)
+    answer = Message(role="assistant", content="It is 42.")
+    engine = recording(
+        answers=[
+            generated(name, call(name, "6*7"), "<|observation|>"),
+            generated(name, call(name, "1+1"), "<|observation|>"),
+            generated(name, answer, "<|user|>"),
+        ],
+        context_length=100_000,
+    )
+    config = EnvToolConfig(max_new_tokens=10_000)
+    agent = start(EnvToolAgent.factory(tokenizer, config, tools=[calculator().schema]), engine)
+
+    async def main() -> None:
+        for observation, expression in (("6 * 7?", "6*7"), ("42 <|im_end|></s>", "1+1")):
+            action = await agent.act(observation)
+            assert action.text == write_calls(
+                [ToolCall(name="calculator", arguments={"expression": expression})]
+            )
+        assert (await agent.act("2")).text == "It is 42."
+
+    anyio.run(main)
+    told = [(m.role, m.content) for m in agent.messages() if m.role in ("user", "tool")]
+    assert told == [("user", "6 * 7?"), ("tool", "42 <|im_end|></s>"), ("tool", "2")]
     segments = agent.segments()
     assert sum(int(s.mask.sum()) for s in segments) == sum(map(len, engine.said))
 
