@@ -167,7 +167,7 @@ def _groups(source: str, function: _Function) -> list[list[str]]:
     return groups
 
 
-def _replace(lines: list[bytes], node: ast.expr, new: str) -> None:
+def _replace(lines: list[bytes], node: ast.expr | ast.stmt, new: str) -> None:
     first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
     before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
     lines[first] = before + new.encode() + after

@@ -21,15 +21,16 @@ _OTHER_ERRORS = ("ZeroDivisionError", "BufferError")
 class Place:
     """A piece of a test, and texts that could stand there as well."""
 
-    node: ast.expr
+    node: ast.expr | ast.stmt
     values: tuple[str, ...]
 
 
 def changed_values(function: ast.FunctionDef, source: str) -> list[Place]:
     """Where the function says what it expects, each with other values.
 
-    Literals where there are any: which is right can't be seen then. Else an object that equals nothing, an
-    error that isn't raised, or the opposite of what is asserted. The same each time for the same function.
+    Literals where there are any: which is right can't be seen then. Else another value for the parameter
+    that holds it, an object that equals nothing, an error that isn't raised, or the opposite of what is
+    asserted. The same each time for the same function.
     """
     literals: list[Place] = []
     others: list[Place] = []
@@ -39,6 +40,8 @@ def changed_values(function: ast.FunctionDef, source: str) -> list[Place]:
             if is_literal:
                 atoms = [place for atom in _atoms(expected) if (place := _changed(atom, source))]
                 literals += atoms
+            elif place := _rebound(function, expected, source):
+                others.append(place)
             else:
                 others.append(Place(node=expected, values=(_NOTHING,)))
         if error := _expected_error(node):
@@ -51,6 +54,22 @@ def changed_values(function: ast.FunctionDef, source: str) -> list[Place]:
     found = literals or others or truths
     rng = random.Random(f"{function.name} {len(found)}")
     return rng.sample(found, min(_MOST_PLACES, len(found)))
+
+
+def _rebound(function: ast.FunctionDef, expected: ast.expr, source: str) -> Place | None:
+    """Gives another value to the parameter that a result is compared with, before all else."""
+    arguments = {argument.arg for argument in function.args.args}
+    first = function.body[0]
+    text = ast.get_source_segment(source, first)
+    if not isinstance(expected, ast.Name) or expected.id not in arguments or text is None:
+        return None
+    if first.lineno == function.lineno or isinstance(first, ast.FunctionDef | ast.ClassDef):
+        return None
+    gap = "\n" + " " * first.col_offset
+    name = expected.id
+    return Place(
+        node=first, values=(f"{name} = [{name}]{gap}{text}", f"{name} = ({name}, 0){gap}{text}")
+    )
 
 
 def _compared(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:

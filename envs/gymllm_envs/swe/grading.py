@@ -35,6 +35,7 @@ from gymllm_envs.swe.trees import WORKDIR, TaskTree, prepare
 
 INSIDE = "/opt/gymllm/grade"
 _MOST_REPORT_BYTES = 16 << 20
+_MORE_FOR_THE_JUDGE_S = 10
 _LIMITS = {"memory_mb": 2048, "pids": 128, "file_mb": 256}
 
 
@@ -66,10 +67,11 @@ class Verdict:
         """1 if it is resolved, else 0; or, with `partial`, mended tests' share times kept ones'."""
         if self.resolved or not partial or self.tampered or self.unproven:
             return float(self.resolved)
-        return _share(self.fail_to_pass) * _share(self.pass_to_pass)
+        return share_passed(self.fail_to_pass) * share_passed(self.pass_to_pass)
 
 
-def _share(results: Mapping[str, str]) -> float:
+def share_passed(results: Mapping[str, str]) -> float:
+    """The share of tests that passed; 1 where there are none."""
     return sum(r == "passed" for r in results.values()) / len(results) if results else 1.0
 
 
@@ -238,7 +240,7 @@ async def _judged(
                 done = await sandbox.exec(
                     [interpreter_name(), "-I", "-S", "-B", f"{INSIDE}/judge.py"],
                     input=json.dumps(order).encode(),
-                    timeout_s=cast(float, order["timeout_s"]) + 30,
+                    timeout_s=cast(float, order["timeout_s"]) + _MORE_FOR_THE_JUDGE_S,
                     max_output_bytes=_MOST_REPORT_BYTES,
                 )
                 log = await _log(sandbox) if b'"ready": true' not in done.stdout.head[:99] else ""

@@ -8,6 +8,7 @@ canaries, which are as good as anything that can be done from within the process
 from __future__ import annotations
 
 import builtins
+import ctypes
 import json
 import os
 import sys
@@ -23,6 +24,10 @@ _WATCHED = ("_pytest", "pluggy", "unittest", "pytest", "json", "__main__")
 _MOST_MESSAGE_CHARS = 2000
 # `_` is set by doctest and interactive use.
 _LOOSE = {"_", "__warningregistry__"}
+# The same numbers on all architectures.
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
+_SCOPE_SIGNAL = 1 << 1
+_PR_SET_NO_NEW_PRIVS = 38
 
 Namespace = Mapping[str, object]
 
@@ -147,8 +152,23 @@ class Lockstep:
             self._outcome, self._message = "skipped", ""
 
 
+def spare_the_judge() -> None:
+    """Lets this process send signals to its own descendants only, where the kernel knows how (Linux 6.12).
+
+    Without it a stopped judge costs time: the host waits for its report in vain.
+    """
+    libc = ctypes.CDLL(None)
+    attributes = (ctypes.c_uint64 * 3)(0, 0, _SCOPE_SIGNAL)
+    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.sizeof(attributes), 0)
+    if ruleset >= 0:
+        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
+        os.close(ruleset)
+
+
 def main() -> None:
     """Runs what the judge asks for."""
+    spare_the_judge()
     told, said = int(sys.argv[1]), int(sys.argv[2])
     for fd in (told, said):
         os.set_inheritable(fd, False)
