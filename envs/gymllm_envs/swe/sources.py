@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gymllm.errors import ConfigError
+from gymllm_envs.swe.readers import read_tasks_of
 from gymllm_envs.swe.task import SweTask, read_tasks
 
 DEFAULT = "default"
@@ -27,14 +28,17 @@ def load_tasks(source: str | Path | Sequence[SweTask], split: str = "test") -> l
     """Reads tasks.
 
     Args:
-        source: A task file; the name of a data set on the hub; or tasks.
-        split: Of a data set.
+        source: A file or folder of tasks in any format of `readers`; the name of a data set on the hub; or
+            tasks.
+        split: Of a folder or data set.
 
     Raises:
         ConfigError: They can't be read.
+        MissingExtraError: A package that reads them isn't installed.
+        EnvError: The hub doesn't answer.
     """
     if isinstance(source, str | Path):
-        return read_tasks(Path(source))
+        return read_tasks_of(source, split)
     tasks = list(source)
     if not tasks:
         raise ConfigError("tasks is an empty list: give at least one SweTask.")
