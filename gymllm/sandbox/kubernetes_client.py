@@ -161,7 +161,7 @@ def fetch(call: Call, *args: object, **options: object) -> Json:
 def api_error(status: int, reason: str, body: object, headers: Mapping[str, str]) -> ApiError:
     """Reads the Status object that API servers answer with."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body or "")
-    message = text.strip()
+    message = text.strip() or reason
     with suppress(ValueError):
         said = json.loads(text)
         if isinstance(said, dict):

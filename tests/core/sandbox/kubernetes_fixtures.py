@@ -4,15 +4,41 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import anyio
+import pytest
+from kubernetes_server import FakeCluster
 
-if TYPE_CHECKING:
-    from gymllm.sandbox.kubernetes_container import PodContainer
-    from gymllm.sandbox.kubernetes_exec import PodProcess
+from gymllm.sandbox import SandboxSpec
+from gymllm.sandbox.kubernetes import KubernetesHost, start_pod
+from gymllm.sandbox.kubernetes_container import PodContainer
+from gymllm.sandbox.kubernetes_exec import PodProcess
+
+SPEC = SandboxSpec(image="python:3", memory_mb=64, file_mb=32, cpus=0.5, env={"A": "x $(B) $$"})
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def host(cluster: FakeCluster, tmp_path: Path) -> KubernetesHost:
+    return KubernetesHost(kubeconfig=cluster.kubeconfig(tmp_path / "config"), patience_s=5)
+
+
+@asynccontextmanager
+async def running(host: KubernetesHost, spec: SandboxSpec = SPEC) -> AsyncGenerator[PodContainer]:
+    pod = await start_pod(spec, host)
+    assert isinstance(pod, PodContainer)
+    try:
+        yield pod
+    finally:
+        await pod.remove()
 
 
 async def told(stream: PodProcess) -> tuple[bytes, bytes, int | None]:

@@ -202,6 +202,15 @@ class FakeCluster:
             if pod.container is not None:
                 await pod.container.end(0)
             await asyncio.gather(*pod.programs, return_exceptions=True)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        # Handshakes that a client broke off are known to the loop alone.
+        for transport in list(self.loop._transports.values()):  # pyright: ignore
+            transport.abort()
+        for _ in range(5):  # transports that were closed say so in the next rounds
+            await asyncio.sleep(0.002)
 
     # What guards every request
 
@@ -442,7 +451,8 @@ class FakeCluster:
 
     async def _exec(self, request: web.Request) -> web.StreamResponse:
         pod = self._pod(request)
-        if pod.container is None or not pod.container.running():
+        ready = pod.body["status"]["phase"] == "Running"
+        if not ready or pod.container is None or not pod.container.running():
             raise Refusal(500, "InternalError", 'container not found ("sandbox")')
         # Over the wire to the container runtime, protobuf strings: UTF-8 or nothing.
         query = request.rel_url.raw_query_string.split("&")
