@@ -403,16 +403,24 @@ def _as_text(message: Message) -> str:
 def _without_old_turns(messages: Sequence[Message], keep_turns: int) -> list[Message] | None:
     """The first turn and the newest ones, a turn being a user message and all up to the next one.
 
-    None if there are no others.
+    In a long loop of calls, where users say too little, it is an answer and its calls' results. None if
+    there are no others.
     """
     starts = [i for i, message in enumerate(messages) if message.role == "user"]
+    if len(starts) <= keep_turns + 1:
+        starts = [i for i in range(len(messages)) if _begins_turn(messages, i)]
     if len(starts) <= keep_turns + 1:
         return None
     first_end, rest = starts[1], starts[-keep_turns]
     note = _LEFT_OUT.format(count=rest - first_end)
-    resumed = messages[rest]
-    return [
-        *messages[:first_end],
-        replace(resumed, content=f"{note}\n{resumed.content}"),
-        *messages[rest + 1 :],
-    ]
+    first, newest = list(messages[:first_end]), list(messages[rest:])
+    if newest[0].role == "user":
+        newest[0] = replace(newest[0], content=f"{note}\n{newest[0].content}")
+    else:  # a message of its own would be one that not every template takes there
+        first[-1] = replace(first[-1], content=f"{first[-1].content}\n{note}")
+    return [*first, *newest]
+
+
+def _begins_turn(messages: Sequence[Message], at: int) -> bool:
+    role = messages[at].role
+    return role == "user" or (role == "assistant" and at > 0 and messages[at - 1].role == "tool")

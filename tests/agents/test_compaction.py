@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from gymllm.errors import ConfigError
-from gymllm_agents import ConversationConfig, ModelAgent, ToolAgent, ToolConfig, calculator
+from gymllm.tool_calls import read_calls
+from gymllm_agents import (
+    ConversationConfig,
+    EnvToolAgent,
+    EnvToolConfig,
+    ModelAgent,
+    ToolAgent,
+    ToolConfig,
+    calculator,
+)
 from gymllm_agents.conversation import SUMMARY_REQUEST
 
 OBSERVATION = "What is 12 + 7? The answer is 19. go left, go right"
@@ -102,6 +111,36 @@ async def test_a_loop_of_calls_is_compacted_too(tokenizer, scripted, start) -> N
     for _ in range(4):
         assert not (await agent.act(OBSERVATION)).limit
     assert len(agent.segments()) > 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("keep_turns", [1, 3])
+async def test_a_loop_of_calls_that_no_user_interrupts_drops_old_results(
+    tokenizer, recording, start, keep_turns
+) -> None:
+    said = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}}</tool_call>'
+    calls = [
+        [*tokenizer.encode(said.format(k), allow_special=True), tokenizer.eos_token_id]
+        for k in range(100, 130)
+    ]
+    engine = recording(answers=calls, context_length=2000)
+    config = EnvToolConfig(max_new_tokens=100, compaction="drop", keep_turns=keep_turns)
+    schema = calculator().schema
+    agent = start(EnvToolAgent.factory(tokenizer, config, tools=[schema]), engine)
+    for turn in range(30):
+        action = await agent.act(f"result {turn}." if turn else "Begin.")
+        assert (read_calls(action.text).errors, action.limit, action.tool_calls) == ((), "", 1)
+    invariants_hold(agent, engine)
+    assert len(agent.segments()) > 2
+    last = shown(tokenizer, agent.segments()[-1])
+    assert "user\nBegin." in last
+    assert "result 1.\n[" in last
+    assert "earlier messages were left out here]" in last
+    assert "result 12." not in last
+    assert "result 28." in last
+    assert [m.content for m in agent.messages() if m.role == "tool"] == [
+        f"result {turn}." for turn in range(1, 30)
+    ]
 
 
 @pytest.mark.asyncio
