@@ -388,8 +388,9 @@ class RemoteSandbox:
             )
         except SandboxDiedError:
             self._gone = True
-            self.live()
-            raise
+            if self._closed or self._expired:
+                self.live()
+            raise  # it says what has ended it
         if ran.timed_out:
             self.live()
         return ran
