@@ -32,7 +32,11 @@ class Container:
     def __init__(self, command: Sequence[str], env: dict[str, str], workdir: str) -> None:
         self._env = {"PATH": _PATH, "HOME": "/root", "HOSTNAME": "pod"} | env
         self._workdir = workdir
-        argv = [bwrap_path(), *_ROOT, "--info-fd", "{info}", "--dir", workdir, "--chdir", workdir]
+        passwd, written = os.pipe()
+        os.write(written, b"user:x:1000:1000:user:/home/user:/bin/sh\n")
+        os.close(written)
+        argv = [bwrap_path(), *_ROOT, "--file", str(passwd), "/etc/passwd", "--info-fd", "{info}"]
+        argv += ["--dir", workdir, "--chdir", workdir]
         for name, value in self._env.items():
             argv += ["--setenv", name, value]
         reading, writing = os.pipe()
@@ -42,9 +46,10 @@ class Container:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            pass_fds=(writing,),
+            pass_fds=(writing, passwd),
         )
         os.close(writing)
+        os.close(passwd)
         with open(reading) as info:
             said = info.read()
         self.pid = int(json.loads(said)["child-pid"]) if said else 0
