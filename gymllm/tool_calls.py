@@ -115,6 +115,33 @@ def check_call(tools: Sequence[ToolSchema], call: ToolCall) -> str:
     return argument_problems(call.name, parameters, call.arguments)
 
 
+def tools_problem(tools: object) -> str:
+    """What is wrong with an environment's tools, in a sentence; empty where nothing is.
+
+    They are schemas of functions that JSON has, with names of their own. No tools are fine; a description
+    and parameters may be left out.
+    """
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        return f"tools must be a sequence of schemas, got {shown_value(tools)}."
+    names: set[str] = set()
+    for tool in cast("Sequence[object]", tools):
+        function = _mapping(_mapping(tool).get("function"))
+        name, parameters = function.get("name"), function.get("parameters", {})
+        if not (isinstance(name, str) and name and isinstance(parameters, Mapping)):
+            return (
+                'an environment\'s tools must be {"type": "function", "function": {"name", '
+                f'"description", "parameters"}}}}, got {shown_value(tool)}.'
+            )
+        if name in names:
+            return f"an environment's tools must have names of their own, but two are {name!r}."
+        names.add(name)
+    try:
+        json.dumps(tools, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"an environment's tools must be what JSON has, but {error}."
+    return ""
+
+
 def argument_problems(
     tool: str, parameters: Mapping[str, object], arguments: Mapping[str, object]
 ) -> str:
@@ -178,6 +205,10 @@ def shown_value(value: object) -> str:
 def tool_name(tool: ToolSchema) -> str:
     """The name that a tool's schema gives it."""
     return str(cast("Mapping[str, object]", tool["function"])["name"])
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
 
 
 def _named(name: str) -> str:

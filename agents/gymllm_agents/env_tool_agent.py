@@ -11,7 +11,7 @@ from gymllm.agent import AgentFactory
 from gymllm.errors import ConfigError, ConfigTypeError
 from gymllm.message import Message, ToolCall
 from gymllm.spaces import Image, TextOrMessage, text_of
-from gymllm.tool_calls import ToolSchema, tool_name, write_calls
+from gymllm.tool_calls import ToolSchema, tools_problem, write_calls
 from gymllm_agents.conversation import ConversationConfig, Dialogue, Reply
 from gymllm_agents.conversation_agent import ConversationAgent
 from gymllm_agents.parsers import ToolCallParser, UnreadableCall, make_parser
@@ -82,14 +82,13 @@ class EnvToolAgent(ConversationAgent):
         """
         config = config or EnvToolConfig()
         asks = config.asks if isinstance(config, EnvToolConfig) else EnvToolConfig().asks
-        schemas = [_checked(tool) for tool in tools]
-        names = [tool_name(schema) for schema in schemas]
-        if not names or len(set(names)) < len(names):
-            shown = ", ".join(names) or "none"
+        if problem := tools_problem(tools):
+            raise ConfigTypeError(problem)
+        if not tools:
             raise ConfigError(
-                "An EnvToolAgent is for environments that offer tools with names of their own "
-                f"(Env.tools), got: {shown}."
+                "An EnvToolAgent is for environments that offer tools (Env.tools), got none."
             )
+        schemas = [_filled(tool) for tool in tools]
         if isinstance(parser, str):
             parser = make_parser(parser, schemas)
         setting = Setting(tokenizer, config, tools=schemas, parser=parser)
@@ -145,19 +144,9 @@ def _images_of(results: Sequence[TextOrMessage]) -> list[Message]:
     return [Message(role="user", parts=tuple(parts))] if parts else []
 
 
-def _checked(tool: object) -> ToolSchema:
-    """A schema that chat templates and parsers can use, with what may be left out filled in."""
-    function = _mapping(_mapping(tool).get("function"))
-    name, parameters = function.get("name"), function.get("parameters") or _NO_PARAMETERS
-    if isinstance(name, str) and name and isinstance(parameters, Mapping):
-        filled = {**function, "parameters": cast("object", parameters)}  # in the order as given
-        filled.setdefault("description", "")
-        return {"type": "function", "function": filled}
-    raise ConfigTypeError(
-        'An environment\'s tools must be schemas, {"type": "function", "function": {"name", '
-        f'"description", "parameters"}}}}, got {tool!r}.'
-    )
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
+def _filled(tool: ToolSchema) -> ToolSchema:
+    """A schema with what may be left out, as chat templates and parsers expect it; in the order as given."""
+    function = dict(cast("Mapping[str, object]", tool["function"]))
+    function.setdefault("description", "")
+    function["parameters"] = function.get("parameters") or _NO_PARAMETERS
+    return {"type": "function", "function": function}

@@ -26,6 +26,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector.utils import CloudpickleWrapper
 
 from gymllm.bridge import helper_loop
+from gymllm.env import Env
 from gymllm.errors import EnvTypeError, UnknownNameError
 from gymllm.spaces import is_text
 from gymllm.team import finite_reward
@@ -41,6 +42,7 @@ from gymllm.testing.playing import (
     require,
 )
 from gymllm.testing.pool_rules import both_faces, cancellation, timeouts
+from gymllm.tool_calls import tools_problem
 
 UNREADABLE = ("", " ", "\n\n", "\x00", "é🙂日本", "<action>", "[1, 2", "{" * 64, "a" * 5_000)
 """Texts that few environments can read; none may make one raise."""
@@ -188,6 +190,23 @@ def agents(case: Case) -> None:
             )
 
 
+def tools(case: Case) -> None:
+    """What the environment offers, if it does, are schemas of functions, and no episode changes them."""
+    with closing(case.make_env()) as env, closing(case.make_env()) as other:
+        one, another = env.unwrapped, other.unwrapped
+        if not isinstance(one, Env) or not isinstance(another, Env):
+            return
+        problem = tools_problem(one.tools)
+        require(not problem, problem)
+        before = repr(one.tools)
+        list(play(env, case))
+        require(
+            repr(one.tools) == before == repr(another.tools),
+            f"tools must stay the same: at first they are {before}, after an episode {one.tools!r}, in "
+            f"another environment {another.tools!r}",
+        )
+
+
 def step_order(case: Case) -> None:
     """A step before the first reset raises, and so does one after an episode's end."""
     with closing(case.make_env()) as env:
@@ -286,7 +305,7 @@ def _named(rule: str) -> Callable[[Case], None]:
 _CHECKS: dict[str, Callable[[Case], None]] = {
     check.__name__: check
     for check in (
-        *(texts, seeds, reset_isolation, invalid_actions, agents, step_order, both_faces),
+        *(texts, seeds, reset_isolation, invalid_actions, agents, tools, step_order, both_faces),
         *(cancellation, timeouts, close_twice, close_releases, picklability),
     )
 }

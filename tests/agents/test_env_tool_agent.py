@@ -290,12 +290,13 @@ async def test_whole_episodes_in_a_pool(tokenizer):
 @pytest.mark.parametrize(
     ("tools", "problem"),
     [
-        ([], "offer tools with names of their own .*, got: none"),
-        ([TOOLS[0], TOOLS[0]], "got: add, add"),
-        (["bash"], "must be schemas.* got 'bash'"),
-        ([{"name": "bash"}], "must be schemas"),
-        ([{"type": "function", "function": {"name": ""}}], "must be schemas"),
-        ([calculator()], "must be schemas"),
+        ([], r"environments that offer tools \(Env\.tools\), got none"),
+        ([TOOLS[0], TOOLS[0]], "names of their own, but two are 'add'"),
+        (["bash"], r"tools must be \{.type.*, got \"bash\""),
+        ([{"name": "bash"}], "tools must be"),
+        ([{"type": "function", "function": {"name": ""}}], "tools must be"),
+        ([calculator()], "tools must be"),
+        ("bash", "must be a sequence of schemas"),
     ],
 )
 def test_tools_that_cannot_be_used_are_refused(tokenizer, tools, problem):

@@ -257,6 +257,19 @@ class RewardsNobody(Good):
         return *answer, {**info, "agent_rewards": {"a": None}}
 
 
+class OffersWords(Good):
+    tools = ({"type": "function", "function": {"description": "Has no name."}},)
+
+
+class OffersMoreAndMore(Good):
+    async def areset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        self.tools = [
+            *self.tools,
+            {"type": "function", "function": {"name": f"t{len(self.tools)}"}},
+        ]
+        return await super().areset(**kwargs)
+
+
 BROKEN: list[tuple[str, Callable[..., Any], str]] = [
     ("texts", Bytes, r"reset\(seed=11\): the observation must be a str, got bytes"),
     ("texts", OutsideItsSpace, r"the observation of reset\(seed=11\) does not lie in Unicode\(3\)"),
@@ -268,6 +281,8 @@ BROKEN: list[tuple[str, Callable[..., Any], str]] = [
     ("agents", ForgetsWhoseTurnItIs, r"must say who acts next, .*; step\('\?'\) has none"),
     ("agents", NumbersItsAgents, r"must be a str, reset\(seed=11\) has 0"),
     ("agents", RewardsNobody, r"must be finite rewards by name, step\('left'\) has {'a': None}"),
+    ("tools", OffersWords, r"tools must be .* got .*Has no name"),
+    ("tools", OffersMoreAndMore, "tools must stay the same: .* after an episode .*t0"),
     ("step_order", StepsBeforeReset, "step before the first reset must raise"),
     ("step_order", StepsAfterTheEnd, "step after the episode's end must raise"),
     ("both_faces", KnowsThePool, r"step\('left'\), elsewhere: .*False.*True"),

@@ -11,7 +11,7 @@ import pytest
 import gymllm
 from gymllm.errors import ClosedError
 from gymllm.message import ToolCall
-from gymllm.tool_calls import MOST_CALLS, check_call, read_calls, write_calls
+from gymllm.tool_calls import MOST_CALLS, check_call, read_calls, tools_problem, write_calls
 from gymllm.wrappers import TimeLimit
 
 LOOK = ToolCall(name="look", arguments={"at": "the door"})
@@ -207,6 +207,27 @@ def test_a_call_is_checked_by_its_schema(
     name: str, arguments: dict[str, object], problem: str
 ) -> None:
     assert check_call(SCHEMAS, ToolCall(name=name, arguments=arguments)) == problem
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ((), ""),
+        (SCHEMAS, ""),
+        ("bash", 'tools must be a sequence of schemas, got "bash".'),
+        ([*SCHEMAS, SCHEMAS[0]], "must have names of their own, but two are 'edit'."),
+        ([{"function": {"name": "a", "parameters": []}}], 'tools must be {"type": "function", '),
+        (
+            [{"function": {"name": "a", "strict": {1}}}],
+            "must be what JSON has, but Object of type set",
+        ),
+        ([{"function": {"name": "a", "x": float("nan")}}], "must be what JSON has"),
+    ],
+)
+def test_what_an_environment_offers_is_checked(tools: object, problem: str) -> None:
+    found = tools_problem(tools)
+    assert problem in found
+    assert bool(problem) == bool(found)
 
 
 def test_problems_are_short() -> None:
