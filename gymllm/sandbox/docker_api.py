@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from typing import Protocol, cast
 
@@ -12,6 +13,7 @@ import requests
 
 from gymllm.errors import SandboxError
 
+_DEFAULT = "unix:///var/run/docker.sock"
 Record = dict[str, object]
 
 
@@ -47,6 +49,13 @@ def connect(url: str, timeout_s: int) -> Api:
     Raises:
         SandboxError: Nobody answers there.
     """
+    if (url or _DEFAULT).startswith("unix://"):
+        # Asked without the SDK first, which leaves a socket open if nobody answers.
+        try:
+            with socket.socket(socket.AF_UNIX) as tried:
+                tried.connect((url or _DEFAULT).removeprefix("unix://"))
+        except OSError as problem:
+            raise SandboxError(str(problem)) from problem
     try:
         client = docker.APIClient(base_url=url or None, version="auto", timeout=timeout_s)
     except api_errors() as problem:

@@ -41,6 +41,7 @@ def take_socket(started: object) -> tuple[socket.socket, bytes]:
     ours.setblocking(False)
     response.close()
     theirs.close()
+    connection.close()
     return ours, early
 
 
