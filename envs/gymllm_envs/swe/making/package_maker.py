@@ -16,7 +16,7 @@ from gymllm_envs.swe.making.statement import problem_statement
 from gymllm_envs.swe.patching import make_patch
 from gymllm_envs.swe.task import SweTask
 
-MOST_F2P, MOST_P2P = 20, 200
+MOST_F2P, MOST_P2P = 12, 100
 MOST_REACHING = 200
 """A line that more tests run is left alone: they can't all be tried."""
 FEW_REACHING = 30
@@ -28,6 +28,8 @@ SLOW_S = 1.0
 _ROUNDS = 3
 """How often a function is tried, at most; all others come before its next turn."""
 _BATCH = 6
+_MOST_IN_VAIN = 60
+"""Bugs in a row that came to nothing, after which the package has no more to give."""
 _NOT_A_FAILURE = ("MemoryError", "KeyboardInterrupt", "SystemExit")
 
 
@@ -96,7 +98,7 @@ class PackageMaker:
             EnvError: The package can't be downloaded, or its tests don't run.
             SandboxError: A sandbox broke.
         """
-        made = 0
+        made = in_vain = 0
         async with await PackageSandbox.open(self.package) as sandbox:
             if self._reach is None:
                 self._reach = await find_reach(sandbox)
@@ -108,6 +110,8 @@ class PackageMaker:
                     if made < count:  # the rest would be other tasks than one made later by itself
                         await tell(attempt)
                         made += attempt.task is not None
+                        in_vain = 0 if attempt.task else in_vain + 1
+                self.exhausted = self.exhausted or in_vain >= _MOST_IN_VAIN
         return made
 
     def _find_candidates(self, sandbox: PackageSandbox, reach: Reach) -> Iterator[_Candidate]:
@@ -156,7 +160,7 @@ class PackageMaker:
                 targets=_files(candidate.reaching),
                 tests=tuple(sorted(candidate.reaching)),
                 files={candidate.file: candidate.text},
-                timeout_s=_limit(reach, candidate.reaching),
+                cpu_s=_limit(reach, candidate.reaching),
             )
             for candidate in batch
         ]
@@ -277,7 +281,7 @@ def _second_look(reach: Reach, found: _Proved, chance: random.Random) -> list[Ru
             tests=tests,
             files=files,
             shuffle=chance.randrange(1 << 30),
-            timeout_s=_limit(reach, tests),
+            cpu_s=_limit(reach, tests),
         )
         for files in (faulty, faulty, {}, {})
     ]
@@ -285,7 +289,7 @@ def _second_look(reach: Reach, found: _Proved, chance: random.Random) -> list[Ru
         targets=tuple(found.hidden),
         tests=tuple(found.visible),
         files={**faulty, **found.hidden},
-        timeout_s=_limit(reach, found.visible),
+        cpu_s=_limit(reach, found.visible),
     )
     return [*runs, visible]
 
@@ -317,8 +321,8 @@ def _files(tests: Sequence[str] | frozenset[str] | set[str]) -> tuple[str, ...]:
 
 
 def _limit(reach: Reach, tests: Sequence[str] | frozenset[str]) -> float:
-    """Many times what they took: the host may be busy now."""
-    return 5.0 + 6.0 * reach.seconds(tests)
+    """Seconds of a core, some times what they took."""
+    return 2.0 + 4.0 * reach.seconds(tests)
 
 
 def _located(test: Outcome, released: Outcome) -> Outcome:

@@ -82,15 +82,6 @@ _LIST = (
         tests=("test",),
     ),
     Package(
-        name="mistune",
-        version="3.4.0",
-        sha256="2eaf7952af928ca8d33b779762effc1da517b62c6ad85ec8ca957e3b07b9782a",
-        licence="BSD-3-Clause",
-        source_root="src",
-        sources=("mistune",),
-        tests=("tests",),
-    ),
-    Package(
         name="parse",
         version="1.22.4",
         sha256="706d458feed5a81b02768d3156e8070baf6cee7d150a3a3c0cd43101a875c3b5",
@@ -217,14 +208,6 @@ _LIST = (
         licence="BSD-3-Clause",
         source_root="src",
         sources=("semver",),
-        tests=("tests",),
-    ),
-    Package(
-        name="markdown",
-        version="3.11.3",
-        sha256="81eb91631dc97ad1efbc76019ef0f80fe90ca49ddf81546752d79989c3bfff3e",
-        licence="BSD-3-Clause",
-        sources=("markdown",),
         tests=("tests",),
     ),
 )

@@ -11,8 +11,8 @@ from gymllm_envs.swe.making.mutation import Function, Source, functions
 from gymllm_envs.swe.making.packages import Package
 from gymllm_envs.swe.making.running import Outcome, PackageSandbox, Run
 
-SUITE_TIMEOUT_S = 240.0
-"""For a whole suite under coverage; the slowest takes a tenth on an idle core."""
+SUITE_CPU_S = 120.0
+"""For a whole suite under coverage; the slowest takes a tenth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ async def find_reach(sandbox: PackageSandbox) -> Reach:
         EnvError: Nothing passes.
     """
     package = sandbox.package
-    covered = Run(targets=package.tests, reach=True, timeout_s=SUITE_TIMEOUT_S)
-    shuffled = Run(targets=package.tests, shuffle=1, timeout_s=SUITE_TIMEOUT_S)
+    covered = Run(targets=package.tests, reach=True, cpu_s=SUITE_CPU_S)
+    shuffled = Run(targets=package.tests, shuffle=1, cpu_s=SUITE_CPU_S)
     (first,) = await sandbox.run([covered], hash_seed=1)
     (second,) = await sandbox.run([shuffled], hash_seed=2)
     reliable = first.having("passed") & second.having("passed")

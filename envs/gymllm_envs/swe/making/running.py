@@ -69,7 +69,12 @@ class Run:
     files: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     shuffle: int | None = None
     reach: bool = False
-    timeout_s: float
+    cpu_s: float
+    """Seconds of a core, after which it is killed; of wall, ten times as many: the host may be busy."""
+
+    @property
+    def timeout_s(self) -> float:
+        return 30.0 + 10.0 * self.cpu_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +191,7 @@ def _asked(run: Run, package: Package) -> dict[str, object]:
         "shuffle": run.shuffle,
         "reach": run.reach,
         "timeout_s": run.timeout_s,
+        "cpu_s": run.cpu_s,
         "deselected": package.deselected,
     }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import random
 import resource
@@ -27,6 +28,7 @@ from typing import Any, TextIO
 
 import pytest
 
+ROOT = os.getcwd()
 MOST_TEXT = 4000
 """Of one failure's message, in characters."""
 
@@ -107,8 +109,13 @@ class Reporter:
         for file in data.measured_files():
             lines = data.contexts_by_lineno(file)
             kept = {str(n): [t for t in tests if t] for n, tests in lines.items()}
-            found[os.path.relpath(file)] = {n: tests for n, tests in kept.items() if tests}
+            found[relative(file)] = {n: tests for n, tests in kept.items() if tests}
         return found
+
+
+def relative(path: str) -> str:
+    """A path from the tree's root, wherever the tests have gone."""
+    return os.path.relpath(path, ROOT)
 
 
 def where(item: pytest.Item) -> dict[str, Any]:
@@ -117,13 +124,13 @@ def where(item: pytest.Item) -> dict[str, Any]:
     code = getattr(function, "__code__", None)
     if code is None:
         return {}
-    return {"file": os.path.relpath(code.co_filename), "line": code.co_firstlineno}
+    return {"file": relative(code.co_filename), "line": code.co_firstlineno}
 
 
 def about(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, Any]:
     """What failed, where in the test, and with which parameters."""
-    test_file = str(where(item).get("file", os.path.relpath(item.path)))
-    lines = [e.lineno + 1 for e in excinfo.traceback if os.path.relpath(str(e.path)) == test_file]
+    test_file = str(where(item).get("file", relative(str(item.path))))
+    lines = [e.lineno + 1 for e in excinfo.traceback if relative(str(e.path)) == test_file]
     parameters: dict[str, str] = {}
     for name, value in getattr(getattr(item, "callspec", None), "params", {}).items():
         try:
@@ -149,6 +156,8 @@ def child(run: dict[str, Any], request: dict[str, Any], to: TextIO) -> None:
     memory = int(request["memory_mb"]) << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    cpu_s = math.ceil(run["cpu_s"])
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
     sys.path[:0] = request["paths"]
     reporter = Reporter(run, request["sources"], to)
     status = int(pytest.main([*request["arguments"], *run["targets"]], plugins=[reporter]))
@@ -214,7 +223,8 @@ def one_run(run: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:  # gone, or not yet a group of its own
         os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    _, status = os.waitpid(pid, 0)
+    timed_out = timed_out or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
     for path, data in before.items():
         put(path, data)
     return answer(said, timed_out, time.monotonic() - began)
