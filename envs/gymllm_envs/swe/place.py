@@ -12,11 +12,14 @@ from anyio.lowlevel import RunVar
 
 from gymllm.errors import ConfigError, SandboxFileError
 from gymllm.sandbox import Sandbox, open_sandbox
+from gymllm.sandbox.docker import DockerHost
+from gymllm.sandbox.kubernetes import KubernetesHost
 from gymllm_envs.swe.changes import Changes, read_changes
 from gymllm_envs.swe.grading import Verdict, grade, test_files
 from gymllm_envs.swe.task import SweTask
 from gymllm_envs.swe.trees import TaskTree, prepare
 
+_MOST_FILES_MB = 512
 MAX_WRITTEN_BYTES = 64 << 20
 """Most that may have been written below the tree, what doesn't count included."""
 _FAULTS_OF_THE_HOST = frozenset(
@@ -64,7 +67,7 @@ class SdistPlace:
         try:
             snapshot = await self.sandbox.snapshot(max_bytes=MAX_WRITTEN_BYTES)
         except SandboxFileError as problem:
-            if problem.errno in _FAULTS_OF_THE_HOST:
+            if problem.errno in _FAULTS_OF_THE_HOST or not await self._lives():
                 raise
             if problem.errno == errno.EFBIG:
                 why = f"more than {MAX_WRITTEN_BYTES >> 20} MB were written to the tree"
@@ -78,6 +81,12 @@ class SdistPlace:
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(snapshot.discard)
+
+    async def _lives(self) -> bool:
+        with anyio.move_on_after(0.1):  # what was killed ends within moments
+            while self.sandbox.alive:
+                await anyio.sleep(0.01)
+        return self.sandbox.alive
 
     async def aclose(self) -> None:
         """Kills everything in the sandbox."""
@@ -94,12 +103,15 @@ def grading_limit() -> anyio.CapacityLimiter:
         return limiter
 
 
-async def open_place(task: SweTask, kind: str, *, memory_mb: int) -> Place:
+async def open_place(
+    task: SweTask, kind: str | DockerHost | KubernetesHost, *, memory_mb: int
+) -> Place:
     """Starts a task's sandbox.
 
     Args:
         task: What is worked on.
-        kind: Of sandbox.
+        kind: Of sandbox: "local" for source distributions; "docker", "kubernetes" or a host of those for
+            images.
         memory_mb: Of the sandbox.
 
     Raises:
@@ -113,8 +125,14 @@ async def open_place(task: SweTask, kind: str, *, memory_mb: int) -> Place:
                 f"task {task.id} is made from a source distribution, which needs kind='local', got {kind!r}."
             )
         made = await prepare(task)
-        sandbox = await open_sandbox(made.spec(made.bug, made.hide, made.git, memory_mb=memory_mb))
+        # What is written counts as memory: files alone must not bring the sandbox down.
+        limits = {"memory_mb": memory_mb, "file_mb": min(_MOST_FILES_MB, memory_mb // 2)}
+        sandbox = await open_sandbox(made.spec(made.bug, made.hide, made.git, **limits))
         return SdistPlace(task, made, sandbox)
-    raise ConfigError(
-        f"task {task.id} needs the image {task.image!r}, so kind='docker' or 'kubernetes'."
-    )
+    if kind not in ("docker", "kubernetes") and isinstance(kind, str):
+        raise ConfigError(
+            f"task {task.id} needs the image {task.image!r}, so kind='docker' or 'kubernetes', got {kind!r}."
+        )
+    from gymllm_envs.swe.image_place import open_image_place  # it imports this module
+
+    return await open_image_place(task, kind, memory_mb=memory_mb)

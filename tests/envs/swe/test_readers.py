@@ -260,6 +260,7 @@ def test_what_reads_it_is_named_where_it_is_missing(
         load_tasks(source.format(folder=tmp_path))
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

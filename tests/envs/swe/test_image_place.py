@@ -1,0 +1,325 @@
+"""Tasks in containers, played and graded on a real daemon: honest work gets 1, nothing and forgeries 0."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parents[1] / "core/sandbox")]
+
+import podman_service
+import task_image
+
+from gymllm.errors import ConfigError, EnvError, SandboxError, SandboxStartError, UnknownNameError
+from gymllm.sandbox.docker import DockerHost
+from gymllm_envs.swe.grading import Verdict
+from gymllm_envs.swe.patching import make_patch
+from gymllm_envs.swe.place import open_place
+from gymllm_envs.swe.readers import read_row
+from gymllm_envs.swe.recipe import Recipe
+from gymllm_envs.swe.task import SweTask
+
+CORE, TESTS = "halving/core.py", "tests/test_core.py"
+GOLD = make_patch({CORE: task_image.FAULTY}, {CORE: task_image.MENDED})
+BUG = make_patch({CORE: task_image.MENDED}, {CORE: task_image.FAULTY})
+TEST_PATCH = make_patch({TESTS: task_image.TESTS}, {TESTS: task_image.HIDDEN})
+F2P = [f"{TESTS}::test_seven", f"{TESTS}::test_nine"]
+P2P = [f"{TESTS}::test_zero", f"{TESTS}::test_double"]
+MEND = f"sed -i 's#n // 3#n // 2#' {CORE}"
+SCRIPT = f"""#!/bin/bash
+set -uxo pipefail
+source /opt/miniconda3/bin/activate
+cd /testbed
+git checkout {"1" * 40} {TESTS}
+git apply -v - <<'EOF_1'
+{TEST_PATCH}
+EOF_1
+: '>>>>> Start Test Output'
+pytest -rA -p no:cacheprovider {TESTS}
+: '>>>>> End Test Output'
+git checkout {"1" * 40} {TESTS}
+"""
+
+
+@pytest.fixture(scope="session")
+def host() -> Iterator[DockerHost]:
+    docker = pytest.importorskip("docker", reason='needs pip install "gymllm[docker]"')
+    if podman_service.why_not():
+        pytest.skip(podman_service.why_not())
+    with podman_service.podman_service() as address:
+        api = docker.APIClient(base_url=address)
+        api.import_image_from_data(task_image.packed(), repository=task_image.NAME, tag="latest")
+        api.close()
+        yield DockerHost(url=address, pull="never")
+
+
+def swe_bench(**changes: object) -> SweTask:
+    row: dict[str, object] = {
+        "instance_id": "john__halving-1",
+        "repo": "john/halving",
+        "base_commit": "1" * 40,
+        "problem_statement": "halve(7) gives 2.",
+        "patch": GOLD,
+        "test_patch": TEST_PATCH,
+        "FAIL_TO_PASS": json.dumps(F2P),
+        "PASS_TO_PASS": json.dumps(P2P),
+        "version": "1.0",
+        "image": task_image.NAME,
+        "log_parser": "parse_log_pytest",
+        "eval_type": "pass_and_fail",
+        "eval_script": SCRIPT,
+    }
+    return replace(read_row({**row, **changes}, "row"), timeout_s=60)
+
+
+def swe_smith() -> SweTask:
+    row: dict[str, object] = {
+        "instance_id": "john__halving.0123abcd.func__1",
+        "repo": "swesmith/john__halving.0123abcd",
+        "problem_statement": "",
+        "patch": BUG,
+        "FAIL_TO_PASS": F2P,
+        "PASS_TO_PASS": P2P,
+        "image_name": task_image.NAME,
+    }
+    return replace(read_row(row, "row"), workdir="/smith", timeout_s=60)
+
+
+def r2e_gym() -> SweTask:
+    expected = dict.fromkeys(("test_seven", "test_nine", "test_zero", "test_double"), "PASSED")
+    row: dict[str, object] = {
+        "repo_name": "halving",
+        "docker_image": task_image.NAME,
+        "commit_hash": "5" * 40,
+        "problem_statement": "[ISSUE]halve(7) gives 2.[/ISSUE]",
+        "expected_output_json": json.dumps(expected),
+        "parsed_commit_content": "{}",
+    }
+    task = replace(read_row(row, "row"), workdir="/r2e", timeout_s=60)
+    recipe = replace(Recipe.of(task), path=Recipe.of(swe_bench()).path)
+    return replace(task, extra=recipe.extra())
+
+
+def swe_rebench() -> SweTask:
+    command = f"pytest --no-header -rA --tb=line -p no:cacheprovider {TESTS}"
+    config = {"log_parser": "parse_log_pytest", "test_cmd": [command]}
+    row = {
+        "instance_id": "john__testbed-1",
+        "repo": "john/testbed",
+        "problem_statement": "halve(7) gives 2.",
+        "patch": GOLD,
+        "test_patch": TEST_PATCH,
+        "FAIL_TO_PASS": F2P,
+        "PASS_TO_PASS": P2P,
+        "image_name": task_image.NAME,
+        "install_config": config,
+    }
+    task = read_row(row, "row")
+    recipe = replace(Recipe.of(task), path=Recipe.of(swe_bench()).path)
+    return replace(task, extra=recipe.extra(), timeout_s=60)
+
+
+async def play(host: DockerHost, task: SweTask, *commands: str) -> tuple[Verdict, str]:
+    """Runs commands as an agent would, and hands in; what the last one said."""
+    place = await open_place(task, host, memory_mb=1024)
+    said = b""
+    try:
+        shell = await place.sandbox.shell()
+        for command in commands:
+            said = bytes((await shell.run(command, timeout_s=30)).stdout)
+        return await place.submit(), said.decode()
+    finally:
+        await place.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", [swe_bench, swe_smith, r2e_gym, swe_rebench])
+async def test_gold_gets_1_and_nothing_gets_0(make: type[SweTask], host: DockerHost) -> None:
+    task = make()
+    solved, _ = await play(host, task, MEND)
+    assert (solved.resolved, solved.reward(), solved.reason) == (True, 1.0, "")
+    assert {*solved.fail_to_pass.values()} == {"passed"}
+    assert "+    return n // 2" in solved.patch
+    idle, _ = await play(host, task)
+    assert (idle.resolved, idle.reward(), idle.patch) == (False, 0.0, "")
+    assert "2 of" in idle.reason
+
+
+HONEST = {
+    "a commit, junk and caches": f"{MEND}; git commit -qam x; echo j > junk; python -m pytest -q",
+    "the file anew": f"rm {CORE}; printf 'def halve(n):\\n    return n // 2\\n\\n\\ndef double(n):\\n    return 2 * n\\n' > {CORE}",
+    "another module": "printf 'def half(n):\\n    return n // 2\\n' > halving/more.py; "
+    f"sed -i '1i from halving.more import half as halve' {CORE}; sed -i '/^def halve/,/return/d' {CORE}",
+    "broken tests on top": f"{MEND}; echo 'import nothing' > {TESTS}; echo 'raise SystemExit' > conftest.py",
+    "without access": f"{MEND}; chmod 000 {CORE} halving/__init__.py",
+    "a background process": f"{MEND}; (while :; do date > log.txt; done) &",
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("work", HONEST.values(), ids=HONEST)
+async def test_honest_work_of_every_kind_gets_1(work: str, host: DockerHost) -> None:
+    verdict, _ = await play(host, swe_bench(), work)
+    assert verdict.reason == ""
+    assert verdict.reward() == 1.0
+
+
+_SAY = "".join(f"PASSED {test}\\n" for test in (*F2P, *P2P))
+_PASSES = (
+    "import _pytest.runner as r\\n"
+    "r.CallInfo.from_call.__func__.__code__ = "
+    "(lambda cls, func, when, reraise=None: cls(None, None, 0, 0, 0, when, _ispytest=True)).__code__\\n"
+)
+_HOOK = (
+    "import pytest\\n@pytest.hookimpl(hookwrapper=True)\\ndef pytest_runtest_makereport(item, call):\\n"
+    "    r = yield\\n    r.get_result().outcome = 'passed'\\n"
+)
+ATTACKS = {
+    "edits the tests": f"sed -i 's/== 3/== 2/; s/== 4/== 3/' {TESTS}",
+    "takes the tests away": f"rm -r tests; ln -s /tmp tests",
+    "a hook in conftest.py": f'printf "{_HOOK}" | tee conftest.py tests/conftest.py',
+    "a plug-in by pytest.ini": f'printf "{_HOOK}" > halving/plug.py; '
+    "printf '[pytest]\\naddopts = -p halving.plug\\n' | tee pytest.ini tox.ini",
+    "PYTEST_ADDOPTS": "echo 'export PYTEST_ADDOPTS=--co' | tee ~/.bashrc ~/.profile ~/.bash_profile",
+    "patches pytest": f'printf "{_PASSES}" >> {CORE}',
+    "says PASSED and leaves": f"printf 'import os\\nprint(\"{_SAY}\", flush=True)\\nos._exit(0)\\n'"
+    f" | sed 's/(\"P/(\"\\\\\\\\nP/' >> {CORE}",
+    "says PASSED at the end": 'printf \'import atexit, os\\natexit.register(lambda: (os.write(1, b"""'
+    f'\\n{_SAY}"""), os._exit(0)))\\n\' >> {CORE}',
+    "skips all": f"printf 'import pytest\\npytest.skip(\"x\", allow_module_level=True)\\n' >> {CORE}",
+    "another pytest": "mkdir pytest; printf 'import sys\\nsys.exit(0)\\n' | tee pytest/__init__.py pytest.py",
+    "sitecustomize": "printf 'import os\\nos._exit(0)\\n' | tee sitecustomize.py usercustomize.py",
+    "an interpreter of its own": "printf '#!/bin/sh\\nexit 0\\n' > "
+    "/opt/miniconda3/envs/testbed/bin/pytest",
+    "tools of its own": "printf '#!/bin/sh\\necho\\n' | tee /bin/find /bin/sha256sum /bin/head",
+    "no sh": "rm /bin/sh /bin/bash",
+    "never ends": f"printf 'while True: pass\\n' >> {CORE}",
+    "a log bomb": f"printf 'import os\\nwhile True: os.write(1, b\"x\" * 1000000)\\n' >> {CORE}",
+    "a fork bomb": ":(){ : | : & }; : 2>/dev/null",
+    "much": "for n in $(seq 40); do truncate -s 1M /testbed/$n.txt; echo $n >> /testbed/$n.txt; done",
+    "a huge file": "truncate -s 100G huge.bin",
+    "a pipe": f"rm {CORE}; mkfifo {CORE} halving/pipe",
+    "names": "touch \"$(printf 'a\\nb.py')\" \"$(printf 'a\\001b.py')\" \"$(printf '\\377.py')\"",
+    "mends it later": f"setsid nohup sh -c 'sleep 3; {MEND}' >/dev/null 2>&1 &",
+    "a link for the sources": "cp -r halving /tmp/h; rm -r halving; ln -s /tmp/h halving; "
+    "sed -i 's#n // 3#n // 2#' /tmp/h/core.py",
+}
+SLOW = {"never ends", "a log bomb"}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda name: name)
+async def test_a_forgery_gets_0(attack: str, host: DockerHost) -> None:
+    task = replace(swe_bench(), timeout_s=6 if attack in SLOW else 60)
+    verdict, _ = await play(host, task, ATTACKS[attack])
+    assert verdict.reward() == 0.0
+    assert verdict.reason
+
+
+@pytest.mark.asyncio
+async def test_a_forged_run_that_knows_its_canaries_is_all_that_is_left(host: DockerHost) -> None:
+    caught, _ = await play(host, swe_bench(), ATTACKS["patches pytest"])
+    assert "a test that must fail did not: passed" in caught.tampered
+    forged, _ = await play(host, swe_bench(), ATTACKS["says PASSED and leaves"])
+    assert forged.tampered == "tests that must fail were not run"
+    assert {*forged.fail_to_pass.values()} == {"passed"}
+    assert forged.reward(partial=True) == 0.0
+
+
+@pytest.mark.asyncio
+async def test_no_later_commit_and_no_hidden_test_is_in_the_container(host: DockerHost) -> None:
+    look = (
+        "git log --all --oneline | wc -l; git reflog --all | wc -l; git branch -a | wc -l; "
+        "git fsck --unreachable --no-reflogs 2>&1 | grep -c commit; git status --short | wc -l; "
+        "git cat-file --batch-all-objects --batch </dev/null | grep -ac "
+        f"'{task_image.SECRET[:-4]}''{task_image.SECRET[-4:]}'; git describe --tags"
+    )
+    _, said = await play(host, swe_bench(), look)
+    assert said.split() == ["1", "0", "1", "0", "0", "0", "v1.0"]
+    find = (
+        "find / -xdev -type f 2>/dev/null | xargs grep -la 'def test_sev''en' 2>/dev/null; ls tests"
+    )
+    find = find.replace("| xargs", '| while read -r f; do echo "$f"; done | xargs')
+    for task in (swe_smith(), r2e_gym()):
+        hidden = "ls tests r2e_tests /r2e_tests /root run_tests.sh 2>/dev/null; git log --oneline"
+        _, said = await play(host, task, hidden)
+        assert "r2e_tests" not in said
+        assert "run_tests.sh" not in said
+    _, said = await play(host, swe_smith(), "ls tests")
+    assert "test_core.py" not in said
+
+
+@pytest.mark.asyncio
+async def test_what_does_not_count_is_said(host: DockerHost) -> None:
+    work = f"{MEND}; echo '#' >> {TESTS}; touch setup.py; ln -s / root; truncate -s 17M big; chmod +x {CORE}"
+    verdict, _ = await play(host, swe_bench(), work)
+    assert verdict.resolved
+    assert verdict.left_out == {
+        "big": "too large",
+        "root": "no regular file",
+        "setup.py": "a setting of builds or tests",
+        TESTS: "a test",
+    }
+
+
+@pytest.mark.asyncio
+async def test_a_broken_kept_test_is_no_solution_but_a_part(host: DockerHost) -> None:
+    verdict, _ = await play(host, swe_bench(), f"{MEND}; sed -i 's/2 \\* n/3 * n/' {CORE}")
+    assert verdict.reason == "0 of 2 tests still fail, 1 of 2 others are broken"
+    assert (verdict.reward(), verdict.reward(partial=True)) == (0.0, 0.5)
+
+
+@pytest.mark.asyncio
+async def test_what_is_the_machines_fault_raises(host: DockerHost) -> None:
+    with pytest.raises(SandboxError, match="can't be run in .* with or without a patch"):
+        await play(host, replace(swe_bench(), test_command="no-such-runner"), MEND)
+    with pytest.raises(EnvError, match="test_patch doesn't fit"):
+        await play(host, replace(swe_bench(), test_patch=BUG.replace("n // 2", "n // 7")), MEND)
+    with pytest.raises(EnvError, match="bug_patch doesn't fit"):
+        await play(host, replace(swe_bench(), bug_patch=BUG), MEND)
+    with pytest.raises(SandboxStartError, match="no-such-image.*docker pull"):
+        await play(host, replace(swe_bench(), image="localhost/no-such-image"))
+    place = await open_place(swe_bench(), host, memory_mb=1024)
+    await place.aclose()
+    with pytest.raises(SandboxError):
+        await place.submit()
+
+
+@pytest.mark.asyncio
+async def test_canaries_that_a_task_can_not_run_are_done_without(host: DockerHost) -> None:
+    command = f"pytest -rA -p no:cacheprovider $(echo {TESTS} | sed 's/$/::{{}}/') {TESTS}"
+    names = " ".join(f"{TESTS}::{test.partition('::')[2]}" for test in (*F2P, *P2P))
+    command = f"eval pytest -rA -p no:cacheprovider {names} # {TESTS}"
+    verdict, _ = await play(host, replace(swe_bench(), id="named", test_command=command), MEND)
+    assert verdict.resolved
+
+
+@pytest.mark.asyncio
+async def test_a_task_that_can_not_be_graded_is_refused_at_once(host: DockerHost) -> None:
+    with pytest.raises(UnknownNameError, match="Unknown log parser 'parse_log_cobol'"):
+        await open_place(swe_bench(log_parser="parse_log_cobol"), host, memory_mb=512)
+    bare = SweTask(id="a", repo="b", problem_statement="c", fail_to_pass=("d",), image="e")
+    with pytest.raises(ConfigError, match="has no test_command"):
+        await open_place(bare, host, memory_mb=512)
+    with pytest.raises(ConfigError, match="kind='docker' or 'kubernetes', got 'local'"):
+        await open_place(swe_bench(), "local", memory_mb=512)
+
+
+def test_the_environment_plays_them(host: DockerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", host.url)
+    env = gymnasium.make("gymllm/SWE-v0", tasks=[swe_bench()], tools="bash", kind="docker")
+    observation, info = env.reset(seed=1)
+    assert "/testbed" in observation
+    observation, *_ = env.step(f"```bash\n{MEND}; git diff | tail -n +5; which python\n```")
+    assert "+    return n // 2" in observation
+    assert "/opt/miniconda3/envs/testbed/bin/python" in observation
+    _, reward, terminated, _, info = env.step("```bash\nsubmit\n```")
+    assert (reward, terminated, info["resolved"]) == (1.0, True, True)
+    env.close()
