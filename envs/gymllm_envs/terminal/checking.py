@@ -10,6 +10,7 @@ are checked in place, and say so. What breaks here raises; a checker that fails 
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
@@ -42,6 +43,11 @@ from gymllm_envs.terminal.building import (
 
 LONGEST_OUTPUT = 4_000
 _BASH = ("bash", "--noprofile", "--norc", "-c")
+# A link in the tree to what only the checker has would be compared with itself.
+_FIND_LINKS = (
+    'find "$1" -type l -print0 | xargs -0 -r -n 500 readlink -f -- '
+    "| grep -E '^(/tests|/logs|/proc|/tmp/\\.logs)(/|$)' | head -n 3; exit 0"
+)
 _MOST_REWARD_BYTES = 64 * 1024
 _RUN_OUTPUT = "/tmp/run.out"
 _KILL_TRIES = 20
@@ -101,8 +107,10 @@ async def check(prepared: Prepared, sandbox: Sandbox, kind: Kind, live_tests: Pa
         await kill_all(sandbox)
         try:
             snapshot = await sandbox.snapshot()
-        except (SandboxFileError, RecursionError) as problem:
-            return Check(reward=0.0, reason=f"the tree can't be copied: {problem}")
+        except SandboxFileError as problem:
+            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return Check(reward=0.0, reason=f"the tree can't be copied: {problem.strerror}")
     finally:
         with anyio.CancelScope(shield=True):
             await sandbox.aclose()
@@ -182,6 +190,10 @@ async def _judge(
         made = await sandbox.exec(MAKE_LOGS)
     if made.exit_code != 0:
         raise SandboxError(f"Task {task.id!r}: no {LOGS}: {clean(bytes(made.stderr)).strip()}")
+    if not task.check_in_place:
+        links = await sandbox.exec(["sh", "-c", _FIND_LINKS, "sh", task.tree])
+        if led := clean(bytes(links.stdout)).split("\n")[0]:
+            return Check(reward=0.0, reason=f"a link in the tree leads to {clip(led, 200)}")
     if ran is not None:
         await sandbox.write(_RUN_OUTPUT, bytes(ran.stdout))
         env["RUN_EXIT_CODE"] = "" if ran.exit_code is None else str(ran.exit_code)

@@ -80,6 +80,7 @@ def interpret(dockerfile: Path, *, context: Path | None = None) -> Interpreted:
             notes.append(f"FROM {rest}: this machine's system instead")
         elif word == "WORKDIR":
             workdir, has_workdir = os.path.normpath(os.path.join(workdir, rest.strip("\"'"))), True
+            steps.append(RunStep(command="", cwd=workdir, line=str(line)))  # which makes it
         elif word == "ENV":
             env |= _assignments(dockerfile, line, rest)
         elif word == "ARG":
@@ -223,9 +224,11 @@ def _installed() -> frozenset[str]:
         status = Path("/var/lib/dpkg/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return frozenset()
-    return frozenset(
-        re.findall(r"^Package: (\S+)\nStatus: install ok installed$", status, re.MULTILINE)
-    )
+    found: set[str] = set()
+    for block in status.split("\n\n"):
+        if "\nStatus: install ok installed\n" in block:
+            found.add(block.partition("\n")[0].removeprefix("Package: "))
+    return frozenset(found)
 
 
 def _tree(dockerfile: Path, workdir: str, steps: list[CopyStep | RunStep]) -> str:

@@ -22,6 +22,7 @@ QUIET_S = 0.1
 """A screen that nothing has been written to for so long is done, unless a wait says otherwise."""
 MOST_KEPT_BYTES = 32 * 1024
 """Of what is read in one wait; the emulator takes a megabyte or more a second, even of the worst."""
+_AFTER_ENTER_S, _AFTER_ENTER_QUIET_S = 0.5, 0.03
 _READ_FREELY_BYTES = 1 << 20
 _HOLD_BACK_S = 0.005
 _LONGEST_LINE = 2048
@@ -48,11 +49,26 @@ class Screen:
         return self._terminal.alive
 
     async def press(self, keys: Sequence[str]) -> bool:
-        """Types; False if the program did not take all of it."""
-        data = b"".join(
-            key_bytes(key, application_keys=self.emulator.grid.application_keys) for key in keys
-        )
-        return await self._terminal.send(data) == len(data)
+        """Types; False if the program did not take all of it.
+
+        What follows an Enter waits until the screen has been quiet for a moment: keys that come while one
+        program gives the terminal to the next may be taken by neither.
+        """
+        part: list[str] = []
+        for number, key in enumerate(keys, 1):
+            part.append(key)
+            if number < len(keys) and (key not in ("Enter", "Return") or keys[number] == key):
+                continue
+            data = b"".join(
+                key_bytes(name, application_keys=self.emulator.grid.application_keys)
+                for name in part
+            )
+            if await self._terminal.send(data) < len(data):
+                return False
+            if number < len(keys):
+                await self.settle(_AFTER_ENTER_S, quiet_s=_AFTER_ENTER_QUIET_S)
+            part = []
+        return True
 
     async def settle(self, limit_s: float, *, quiet_s: float = QUIET_S) -> bool:
         """Takes in what is written until nothing has come for `quiet_s`; False if `limit_s` came first."""
