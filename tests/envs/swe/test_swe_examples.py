@@ -24,6 +24,14 @@ from gymllm_trainers.config import load_config
 from gymllm_trainers.metrics import read_metrics
 from gymllm_trainers.plan import plan
 
+SMALL = """
+--model.name tiny --model.lora-rank 0 --model.dtype float32 --model.compute-dtype float32
+--model.no-remat --warm-start.no-enabled --steps 2 --env.kwargs.tools bash --env.kwargs.max_turns 2
+--agent.kind model --agent.max-new-tokens 4 --rollout.group-size 2 --rollout.concurrency 2
+--learner.groups-per-step 1 --learner.zero-variance keep --learner.row-tokens 2048
+--engine.slots 2 --engine.context-length 2048 --engine.prefill-chunks 512
+--metrics.wandb off --metrics.no-display
+"""
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -129,47 +137,7 @@ def test_the_recipe_can_be_planned(task_file: Path) -> None:
 
 
 def test_the_recipe_trains_the_tiny_model_for_two_steps(task_file: Path, tmp_path: Path) -> None:
-    small = [
-        "--model.name",
-        "tiny",
-        "--model.lora-rank",
-        "0",
-        "--model.dtype",
-        "float32",
-        "--model.compute-dtype",
-        "float32",
-        "--model.no-remat",
-        "--warm-start.no-enabled",
-        "--steps",
-        "2",
-        "--env.kwargs.tools",
-        "bash",
-        "--env.kwargs.max_turns",
-        "2",
-        "--agent.kind",
-        "model",
-        "--agent.max-new-tokens",
-        "4",
-        "--rollout.group-size",
-        "2",
-        "--rollout.concurrency",
-        "2",
-        "--learner.groups-per-step",
-        "1",
-        "--learner.zero-variance",
-        "keep",
-        "--learner.row-tokens",
-        "2048",
-        "--engine.slots",
-        "2",
-        "--engine.context-length",
-        "2048",
-        "--engine.prefill-chunks",
-        "512",
-        "--metrics.wandb",
-        "off",
-        "--metrics.no-display",
-    ]
+    small = SMALL.split()
     recipe = ["--config", str(EXAMPLES / "swe_train.yaml"), "--env.kwargs.tasks", str(task_file)]
     runs = tmp_path / "runs"
     assert train([*recipe, *small, "--runs-dir", str(runs), "--name", "small"]) == 0
