@@ -83,9 +83,7 @@ class SdistPlace:
                 await to_thread.run_sync(snapshot.discard)
 
     async def _lives(self) -> bool:
-        with anyio.move_on_after(0.1):  # what was killed ends within moments
-            while self.sandbox.alive:
-                await anyio.sleep(0.01)
+        await anyio.sleep(0.1)  # what was killed ends within moments
         return self.sandbox.alive
 
     async def aclose(self) -> None:
@@ -126,8 +124,9 @@ async def open_place(
             )
         made = await prepare(task)
         # What is written counts as memory: files alone must not bring the sandbox down.
-        limits = {"memory_mb": memory_mb, "file_mb": min(_MOST_FILES_MB, memory_mb // 2)}
-        sandbox = await open_sandbox(made.spec(made.bug, made.hide, made.git, **limits))
+        file_mb = min(_MOST_FILES_MB, memory_mb // 2)
+        layers = (made.bug, made.hide, made.git)
+        sandbox = await open_sandbox(made.spec(*layers, memory_mb=memory_mb, file_mb=file_mb))
         return SdistPlace(task, made, sandbox)
     if kind not in ("docker", "kubernetes") and isinstance(kind, str):
         raise ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from gymllm.errors import SandboxError
 from gymllm.message import ToolCall
 from gymllm.sandbox import ExecResult, Sandbox, Shell
 from gymllm.sandbox.clip import clean, clip
@@ -113,6 +114,15 @@ class Toolbox:
             SandboxDiedError: The sandbox is gone.
         """
         self._timeout_s = max(0.01, min(self._most_s, left_s))
+        try:
+            return await self._run(call)
+        except SandboxError as problem:
+            if not self._sandbox.alive:
+                raise
+            # It lives: the agent has used up what it may have, processes most likely.
+            return ToolOutput(text=f"Error: {problem}", failed=True)
+
+    async def _run(self, call: ToolCall) -> ToolOutput:
         if problem := check_call(TOOLS, call):
             return ToolOutput(text=f"Error: {problem}", failed=True)
         if call.name == "bash":
@@ -128,6 +138,8 @@ class Toolbox:
         """Runs a command in the shell. One that ends the shell gets a fresh one."""
         if "\0" in command:
             return ToolOutput(text="Error: a command can't hold a NUL character.", failed=True)
+        if not self._shell.alive:  # it could not be started again before
+            await self._shell.restart()
         done = await self._shell.run(
             command.encode("utf-8", "replace"),
             timeout_s=self._timeout_s,

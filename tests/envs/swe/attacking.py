@@ -48,7 +48,7 @@ def batches(attacks: Sequence[Attack], size: int = 8) -> list[Sequence[Attack]]:
 async def assert_worthless(
     task: SweTask, attacks: Sequence[Attack], *, at_once: int = 3, **settings: float
 ) -> None:
-    """Plays the attacks; fails with a list of those that got something, or weren't answered as they should."""
+    """Plays the attacks; fails with a list of those that got something, or another verdict."""
     wrong: list[str] = []
     limit = anyio.CapacityLimiter(at_once)
 
@@ -72,7 +72,8 @@ def _problem(attack: Attack, played: Played) -> str:
     if played.reward != 0.0 or played.info["resolved"]:
         return f"got {played.reward}"
     if not re.search(attack.how, played.said):
-        return f"expected {attack.how!r}, the verdict says {played.said!r}, tests {played.info['test_messages']}"
+        messages = played.info["test_messages"]
+        return f"expected {attack.how!r}, the verdict says {played.said!r}, tests {messages}"
     observed = "\n".join(played.observations)
     if not re.search(attack.seen, observed):
         return f"expected to see {attack.seen!r}, saw {observed!r}"

@@ -122,8 +122,14 @@ _pytest.reports.TestReport = TestReport
     ),
     code(
         "pluggy's calls",
-        "import pluggy._hooks\npluggy._hooks.HookCaller.__call__ = lambda self, **k: None",
-        r"pluggy\._hooks\.HookCaller\.__call__ was replaced",
+        """
+import pluggy._hooks as hooks
+old = hooks.HookCaller.__call__
+def call(self, **k):
+    return True if self.name == "pytest_pyfunc_call" else old(self, **k)
+hooks.HookCaller.__call__ = call
+""",
+        r"HookCaller\.__call__ was replaced",
     ),
     code(
         "rewritten assertions",
@@ -162,7 +168,15 @@ for hook in gc.get_objects():
     ),
     code("a trace function", "import sys\nsys.settrace(lambda *a: None)", "trace function"),
     code("a profile function", "import sys\nsys.setprofile(lambda *a: None)", "trace function"),
-    code("json", 'import json\njson.dumps = lambda value: \'{"outcome": "passed"}\''),
+    code(
+        "json",
+        """
+import json
+old = json.dumps
+json.dumps = lambda m: old(m | {"outcome": "passed"} if "outcome" in m else m)
+""",
+        r"json\.dumps was replaced",
+    ),
     code(
         "finders of test modules",
         """
@@ -255,6 +269,7 @@ def forge(fd, data):
     return write(fd, data)
 os.write = forge
 """,
+        FAILS,
     ),
     code(
         "all but what raises by itself",
@@ -337,12 +352,8 @@ _ENDS = [
     code("sys.exit(0) at import", "import sys\nsys.exit(0)", FAILS),
     code("pytest.exit", "import pytest\npytest.exit('5 passed', returncode=0)", FAILS),
     code("a skip at import", "import pytest\npytest.skip('x', allow_module_level=True)", FAILS),
-    code("skips", "def chunks(items, size):\n    import pytest\n    pytest.skip('x')", FAILS),
-    code(
-        "expected failures",
-        "def chunks(items, size):\n    import pytest\n    pytest.xfail('x')",
-        FAILS,
-    ),
+    code("skips", "def chunks(items, size):\n    import pytest\n    pytest.skip('x')"),
+    code("xfail", "def chunks(items, size):\n    import pytest\n    pytest.xfail('x')"),
     code(
         "forged output",
         "import os\n"
