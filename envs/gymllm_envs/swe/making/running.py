@@ -108,7 +108,7 @@ class PackageSandbox:
         self.package, self.folder, self._sandbox = package, folder, sandbox
         root = f"{WORKDIR}/{package.source_root}".rstrip("/")
         self._paths = (root, WORKDIR) if package.source_root else (WORKDIR,)
-        self._sources = tuple(f"{root}/{source}" for source in package.sources)
+        self._sources = tuple(f"{root}/{s}{end}" for s in package.sources for end in (".py", "/*"))
 
     @classmethod
     async def open(cls, package: Package) -> Self:

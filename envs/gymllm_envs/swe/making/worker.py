@@ -45,7 +45,7 @@ class Reporter:
         if run.get("reach"):
             import coverage
 
-            self.coverage = coverage.Coverage(data_file=None, source=sources, config_file=False)
+            self.coverage = coverage.Coverage(data_file=None, include=sources, config_file=False)
             self.coverage.start()
 
     def say(self, **fields: Any) -> None:
