@@ -15,9 +15,7 @@ import anyio
 from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox import remote_programs
 from gymllm.sandbox.interface import MAX_OUTPUT_BYTES
-from gymllm.sandbox.output import Kept
 from gymllm.sandbox.remote_exec import END_TIMEOUT_S, ending_signal
-from gymllm.sandbox.remote_marks import Marks
 from gymllm.sandbox.terminal import window_size
 
 if TYPE_CHECKING:
@@ -59,30 +57,27 @@ class RemoteTerminal:
             columns,
             b" ".join(map(remote_programs.quoted, argv)),
         )
-        hello = secrets.token_hex(8)
-        marks, said = Marks(), Kept(2000)
-        word = marks.new_word()
-        stream = await container.open((*_LISTENING, hello), tty=True)
+        hello, word = secrets.token_hex(8).encode() + b"\n", secrets.token_hex(8).encode()
+        seen = b""
+        stream = await container.open((*_LISTENING, hello.decode().strip()), tty=True)
         try:
             with anyio.move_on_after(_START_TIMEOUT_S):
-                seen = b""
-                while hello.encode() + b"\n" not in seen:
+                while hello not in seen:
                     if (got := await stream.receive()) is None:
                         break
                     seen += got[1]
                 else:
                     await stream.send(remote_programs.told(word, program))
-                    seen = b""
-                said.add(seen)
+                seen = seen.replace(hello, b"")
                 while (got := await stream.receive()) is not None:
-                    if found := marks.take(got[1], said):
-                        self._pid = int(found[0][1])
-                        rest = Kept(1 << 20)
-                        marks.flush(rest)
-                        self._unread = bytes(rest.output())
+                    seen += got[1]
+                    _, mark, after = seen.partition(word + b" ")
+                    if mark and b"\n" in after:
+                        pid, _, self._unread = after.partition(b"\n")
+                        self._pid = int(pid)
                         self._stream = stream
                         return
-            why = bytes(said.output()).decode(errors="replace").strip()
+            why = seen.decode(errors="replace").strip()[-500:]
             raise SandboxError(f"The sandbox could open no terminal: {why or 'no answer'}.")
         finally:
             if self._stream is not stream:

@@ -60,7 +60,7 @@ async def test_keys_reach_it_and_jobs_are_controlled(sandbox: LocalSandbox) -> N
     await terminal.send(b"\x1a")  # C-z
     await until(terminal, r"(?s)Stopped.*ready> ")
     await terminal.send(b"fg\r")
-    await until(terminal, r"\rsleep 99.25")
+    await until(terminal, r"[\r\n]sleep 99.25")
     await terminal.send(b"\x03")
     await until(terminal, "ready> ")
     await terminal.send(b"read -s x; echo got:$x\r")
