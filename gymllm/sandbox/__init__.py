@@ -8,6 +8,8 @@
     launch.py        how each kind starts: bubblewrap, unshare, nothing
     supervisor.py    process 1 inside of each
     seccomp.py, cgroups.py, layers.py, state.py   system calls, limits, snapshots, what must be undone
+    remote.py        what a container must give, and the sandbox over it; remote_*.py: its parts
+    docker.py        containers of Docker or Podman; kubernetes.py: pods
 
 `import gymllm` doesn't import it.
 """
@@ -15,6 +17,7 @@
 from __future__ import annotations
 
 from gymllm.sandbox.clip import clean as clean
+from gymllm.sandbox.docker import DockerHost as DockerHost
 from gymllm.sandbox.editor import EditError as EditError
 from gymllm.sandbox.editor import Editor as Editor
 from gymllm.sandbox.interface import ExecResult as ExecResult
@@ -27,15 +30,18 @@ from gymllm.sandbox.interface import SandboxSpec as SandboxSpec
 from gymllm.sandbox.interface import Shell as Shell
 from gymllm.sandbox.interface import Snapshot as Snapshot
 from gymllm.sandbox.interface import Terminal as Terminal
+from gymllm.sandbox.kubernetes import KubernetesHost as KubernetesHost
 from gymllm.sandbox.opening import UnsafeSandboxWarning as UnsafeSandboxWarning
 from gymllm.sandbox.opening import open_sandbox as open_sandbox
 from gymllm.sandbox.pool import SandboxPool as SandboxPool
 
 __all__ = [
+    "DockerHost",
     "EditError",
     "Editor",
     "ExecResult",
     "FileEntry",
+    "KubernetesHost",
     "Limits",
     "Mount",
     "Output",

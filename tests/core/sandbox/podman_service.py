@@ -46,6 +46,9 @@ def why_not() -> str:
     for program in ("podman", "runc"):
         if shutil.which(program) is None:
             return f"{program} isn't installed: apt-get install podman runc"
+    for tool in _TOOLS + _MORE_TOOLS:
+        if shutil.which(tool, path="/usr/bin:/bin") is None:
+            return f"the test's image is made of this machine's programs; there is no {tool}"
     return ""
 
 
