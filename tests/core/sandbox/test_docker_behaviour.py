@@ -52,16 +52,37 @@ from test_shell import (  # noqa: F401
 from gymllm.sandbox import Sandbox, SandboxSpec, Shell, open_sandbox
 from gymllm.sandbox.docker import DockerHost
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# As it was at first, but for the processes that hold the container and its helper up.
+_RESET = """for entry in $(ps -A -o pid=,args= | grep -E '^ *[0-9]+ (sleep [0-9][0-9]?[.]?[0-9]*$|yes|cat)' |
+  cut -c1-7); do kill -9 $entry; done
+cd / && rm -rf /workspace/* /workspace/.[!.]* && mkdir /workspace/pkg
+echo from the base >/workspace/a.txt; echo b >/workspace/pkg/b.txt
+"""
 
 
-@pytest_asyncio.fixture
-async def sandbox(base: Path, docker_host: DockerHost) -> AsyncGenerator[Sandbox]:
-    spec = SandboxSpec(image=IMAGE, base=base, file_mb=32, memory_mb=256)
-    async with await open_sandbox(spec, docker_host) as sandbox:
-        yield sandbox
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(docker_host: DockerHost) -> AsyncGenerator[list[Sandbox]]:
+    """The container that the tests use in turn: a start for each would be half of their time."""
+    made: list[Sandbox] = []
+    yield made
+    for sandbox in made:
+        await sandbox.aclose()
 
 
-@pytest_asyncio.fixture
-async def shell(sandbox: Sandbox) -> Shell:
-    return await sandbox.shell()
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox(base: Path, docker_host: DockerHost, shared: list[Sandbox]) -> Sandbox:
+    if not shared or not shared[-1].alive:
+        spec = SandboxSpec(image=IMAGE, base=base, file_mb=32, memory_mb=256)
+        shared.append(await open_sandbox(spec, docker_host))
+    else:
+        await shared[-1].exec(["sh", "-c", _RESET])
+    return shared[-1]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shell(sandbox: Sandbox) -> AsyncGenerator[Shell]:
+    shell = await sandbox.shell()
+    yield shell
+    await shell.aclose()
