@@ -233,7 +233,10 @@ class Daemon:
             with anyio.CancelScope(shield=True), suppress(SandboxError):
                 await self.call(functools.partial(self.remove_container, name))
             if isinstance(problem, SandboxError):
-                raise SandboxStartError(f"A container of {spec.image!r}: {problem}") from problem
+                hint = "" if '"sh"' not in str(problem) else " Images need a POSIX sh on PATH."
+                raise SandboxStartError(
+                    f"A container of {spec.image!r}: {problem}.{hint}"
+                ) from problem
             raise
         return DockerContainer(self, name, self._limits(spec, config))
 
@@ -243,7 +246,10 @@ class Daemon:
         async with here.pulling.setdefault(image, anyio.Lock()):
             if image in self._images:
                 return
-            there = await self.call(lambda: self.or_none(lambda: self.api.inspect_image(image)))
+            try:
+                there = await self.call(lambda: self.or_none(lambda: self.api.inspect_image(image)))
+            except SandboxError as problem:
+                raise SandboxStartError(f"The image {image!r}: {problem}") from problem
             if there is None:
                 if self.host.pull == "never":
                     raise SandboxStartError(
@@ -364,9 +370,16 @@ class Daemon:
 
     def remove_container(self, name: str) -> None:
         """Kills what runs in it, too."""
-        if name in self._containers:
-            self.or_none(lambda: self.api.remove_container(name, v=True, force=True))
-            self._containers.discard(name)
+        if name not in self._containers:
+            return
+        try:
+            self.tried(
+                lambda: self.or_none(lambda: self.api.remove_container(name, v=True, force=True))
+            )
+        except SandboxError as problem:
+            if "already in progress" not in str(problem):  # somebody else removes it
+                raise
+        self._containers.discard(name)
 
     def remove_all(self) -> None:
         """What is left at the end of this process."""

@@ -19,6 +19,7 @@ from pathlib import Path
 IMAGE = "localhost/gymllm-test"
 PLAIN_IMAGE = "localhost/gymllm-plain"
 """Without bash, setsid and tar."""
+EMPTY_IMAGE = "localhost/gymllm-empty"
 _TOOLS = (
     *("sh", "env", "cat", "head", "mkdir", "mv", "rm", "ls", "stat", "sleep", "wc", "ps", "grep"),
     *("sort", "true", "echo", "mkfifo", "ln", "yes", "chmod", "id", "touch", "tee", "stty", "tty"),
@@ -108,7 +109,11 @@ def make_images(address: str) -> None:
 
     api = docker.APIClient(base_url=address)
     try:
-        for image, tools in ((PLAIN_IMAGE, _TOOLS), (IMAGE, _TOOLS + _MORE_TOOLS)):
+        for image, tools in (
+            (EMPTY_IMAGE, ()),
+            (PLAIN_IMAGE, _TOOLS),
+            (IMAGE, _TOOLS + _MORE_TOOLS),
+        ):
             api.import_image_from_data(_root_of(tools), repository=image, tag="latest")
     finally:
         api.close()

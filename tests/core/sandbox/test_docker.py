@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import docker
 import pytest
-from podman_service import IMAGE, PLAIN_IMAGE
+from podman_service import EMPTY_IMAGE, IMAGE, PLAIN_IMAGE
 from sandbox_helpers import processes_with
 
 from gymllm.errors import (
@@ -62,7 +62,7 @@ async def test_close_leaves_nothing(docker_host: DockerHost, api: docker.APIClie
         shell = await sandbox.shell()
         await shell.run("sleep 61.01 &")
         await sandbox.exec(["sleep", "61.02"], timeout_s=0.05)
-        for _ in range(20):
+        for _ in range(16):
             await sandbox.exec(["true"])
     await sandbox.aclose()
     assert not shell.alive
@@ -304,6 +304,16 @@ async def test_an_image_that_cannot_be_fetched_says_why(docker_host: DockerHost)
     host = DockerHost(url=docker_host.url)
     with pytest.raises(SandboxStartError, match=r"127\.0\.0\.1:1/none:1.*can't be fetched"):
         await open_sandbox(SandboxSpec(image="127.0.0.1:1/none:1"), host)
+
+
+async def test_what_the_daemon_refuses_is_told(docker_host: DockerHost) -> None:
+    for spec, said in (
+        (SandboxSpec(image="not an image"), "invalid reference"),
+        (SandboxSpec(image=IMAGE, user="nobody-knows"), "nobody-knows"),
+        (SandboxSpec(image=EMPTY_IMAGE), "need a POSIX sh"),
+    ):
+        with pytest.raises(SandboxStartError, match=said):
+            await open_sandbox(spec, docker_host)
 
 
 async def test_an_image_with_nothing_but_sh(docker_host: DockerHost, base: Path) -> None:
