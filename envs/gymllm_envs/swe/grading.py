@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from anyio import to_thread
 from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox import Mount, Sandbox, open_sandbox
 from gymllm.sandbox.clip import clean
+from gymllm.sandbox.state import state
 from gymllm_envs.swe.canaries import add_canaries, all_copies
 from gymllm_envs.swe.changes import Changes, patch_of, write_layer
 from gymllm_envs.swe.making.running import interpreter_name
@@ -83,8 +83,8 @@ class _Run:
     messages: Mapping[str, str]
     tampered: str
     ended: str
-    busy: bool = False
-    """It had its time because the machine, not the graded code, was busy: trying again may help."""
+    doubtful: bool = False
+    """The machine may have ended it (it was busy, or short of memory): trying again may help."""
 
 
 def gold_changes(task: SweTask, made: TaskTree) -> Changes:
@@ -205,20 +205,22 @@ async def _run(
         "timeout_s": task.timeout_s,
     }
     run = await _judged(made, layer, order)
-    if run is None or run.busy:
-        # Once more, with more time: others may have kept the machine busy.
-        order["timeout_s"] = 2 * task.timeout_s
-        again = await _judged(made, layer, order)
-        if again is None:
-            own = {file: _source(task, made, file).encode() for file in test_files(task)}
-            if await _judged(made, own, order) is None:
-                raise SandboxError(
-                    f"The tests of task {task.id} can't be run here, with or without a patch: the "
-                    "sandbox goes down. See its limits of memory and processes."
-                )
-            return _Run(results={}, messages={}, tampered="", ended="its sandbox went down")
-        return again
-    return run
+    if run is not None and not run.doubtful:
+        return run
+    # Once more, with more time: others may have kept the machine busy.
+    order["timeout_s"] = 2 * task.timeout_s
+    run = await _judged(made, layer, order)
+    if run is not None:
+        return run
+    own = {file: _source(task, made, file).encode() for file in test_files(task)}
+    if await _judged(made, own, order) is None:
+        raise SandboxError(
+            f"The tests of task {task.id} can't be run here, with or without a patch: the sandbox goes "
+            "down. See its limits of memory and processes."
+        )
+    # Without the patch they run. If they don't with it even now, it is the patch.
+    gone = _Run(results={}, messages={}, tampered="", ended="its sandbox went down")
+    return await _judged(made, layer, order) or gone
 
 
 async def _judged(
@@ -261,11 +263,11 @@ async def _judged(
 
 def _new_folder() -> Path:
     try:
-        return Path(tempfile.mkdtemp(prefix="gymllm-graded-"))
+        folder = state().unique("graded")  # if we are killed, the next process clears it away
+        folder.mkdir(parents=True)
     except OSError as problem:
-        raise SandboxError(
-            f"no folder for grading in {tempfile.gettempdir()}: {problem}"
-        ) from problem
+        raise SandboxError(f"no folder for what is graded: {problem}") from problem
+    return folder
 
 
 def _write(layer: Mapping[str, bytes | None], target: Path) -> None:
@@ -278,14 +280,14 @@ def _write(layer: Mapping[str, bytes | None], target: Path) -> None:
 def _read_report(report: Mapping[str, object], timeout_s: float) -> _Run:
     results = cast("dict[str, dict[str, str]]", report["results"])
     ended = cast(str, report["ended"])
-    busy = ended == "timeout" and cast(float, report["cpu_s"]) < timeout_s / 2
+    idle = ended == "timeout" and cast(float, report["cpu_s"]) < timeout_s / 2
     # Exit statuses 0 and 1 are pytest's own; 1 for tests that failed, as canaries do.
     return _Run(
         results={test: one["outcome"] for test, one in results.items()},
         messages={test: clean(one["message"].encode()) for test, one in results.items()},
         tampered=cast(str, report["tampered"]),
         ended="done" if ended in {"exit 0", "exit 1"} else ended,
-        busy=busy,
+        doubtful=idle or ended == "signal 9",
     )
 
 
