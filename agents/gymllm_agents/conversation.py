@@ -403,15 +403,22 @@ def _as_text(message: Message) -> str:
 def _without_old_turns(messages: Sequence[Message], keep_turns: int) -> list[Message] | None:
     """The first turn and the newest ones, a turn being a user message and all up to the next one.
 
-    In a long loop of calls, where users say too little, it is an answer and its calls' results. None if
-    there are no others.
+    In a long loop of calls, where users say too little, it is an answer and its calls' results, and the
+    first turn lasts until the first results. None if there are no others.
     """
-    starts = [i for i, message in enumerate(messages) if message.role == "user"]
-    if len(starts) <= keep_turns + 1:
-        starts = [i for i in range(len(messages)) if _begins_turn(messages, i)]
-    if len(starts) <= keep_turns + 1:
-        return None
-    first_end, rest = starts[1], starts[-keep_turns]
+    users = [i for i, message in enumerate(messages) if message.role == "user"]
+    if len(users) > keep_turns + 1:
+        first_end, rest = users[1], users[-keep_turns]
+    else:
+        loop = [i for i in range(1, len(messages)) if _follows_result(messages, i)]
+        starts = sorted(users + loop)
+        if not loop or len(starts) <= keep_turns + 1:
+            return None
+        # Where it is cut, a result is followed by an answer: users and answers must alternate.
+        first_end, rest = loop[0], starts[-keep_turns]
+        rest -= messages[rest].role == "user"
+        if rest <= first_end:
+            return None
     note = _LEFT_OUT.format(count=rest - first_end)
     first, newest = list(messages[:first_end]), list(messages[rest:])
     if newest[0].role == "user":
@@ -421,6 +428,5 @@ def _without_old_turns(messages: Sequence[Message], keep_turns: int) -> list[Mes
     return [*first, *newest]
 
 
-def _begins_turn(messages: Sequence[Message], at: int) -> bool:
-    role = messages[at].role
-    return role == "user" or (role == "assistant" and at > 0 and messages[at - 1].role == "tool")
+def _follows_result(messages: Sequence[Message], at: int) -> bool:
+    return messages[at].role == "assistant" and messages[at - 1].role == "tool"

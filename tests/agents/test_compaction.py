@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
 from gymllm.errors import ConfigError
+from gymllm.message import Message, ToolCall
 from gymllm.tool_calls import read_calls
 from gymllm_agents import (
     ConversationConfig,
@@ -15,7 +19,7 @@ from gymllm_agents import (
     ToolConfig,
     calculator,
 )
-from gymllm_agents.conversation import SUMMARY_REQUEST
+from gymllm_agents.conversation import SUMMARY_REQUEST, _without_old_turns
 
 OBSERVATION = "What is 12 + 7? The answer is 19. go left, go right"
 
@@ -141,6 +145,31 @@ async def test_a_loop_of_calls_that_no_user_interrupts_drops_old_results(
     assert [m.content for m in agent.messages() if m.role == "tool"] == [
         f"result {turn}." for turn in range(1, 30)
     ]
+
+
+@pytest.mark.parametrize("keep_turns", [1, 2, 5])
+def test_users_and_answers_alternate_whatever_is_dropped(keep_turns) -> None:
+    rng = random.Random(keep_turns)
+    call = ToolCall(name="f", arguments={})
+    for _ in range(500):
+        messages: list[Message] = []
+        for _ in range(rng.randrange(1, 6)):
+            messages.append(Message(role="user", content="u"))
+            for _ in range(rng.choice([0, 0, 1, 9])):
+                messages.append(Message(role="assistant", tool_calls=(call,)))
+                messages += [Message(role="tool", content="t")] * rng.randrange(1, 3)
+            messages.append(Message(role="assistant", content="a"))
+        left = _without_old_turns(messages, keep_turns)
+        if left is None:
+            continue
+        assert len(left) < len(messages)
+        assert left[-1] == messages[-1]
+        assert sum("left out here]" in m.content for m in left if m.role != "assistant") == 1
+        said = [m.role for m in left if m.role == "user" or (m.role != "tool" and not m.tool_calls)]
+        assert said == ["user", "assistant"] * (len(said) // 2)
+        for before, after in itertools.pairwise(left):
+            assert after.role != "tool" or before.role == "tool" or before.tool_calls
+            assert not before.tool_calls or after.role == "tool"
 
 
 @pytest.mark.asyncio
