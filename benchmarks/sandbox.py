@@ -1,6 +1,7 @@
-"""What a local sandbox costs: starts, commands through its shell and through exec, memory.
+"""What a sandbox costs: starts, commands through its shell and through exec, memory.
 
-Beside `subprocess` without any sandbox in the same run. Starts are to the first answer of a sandbox.
+Local ones beside `subprocess` without any sandbox in the same run; with `--image`, also containers of the
+Docker or Podman at DOCKER_HOST, beside `podman exec`. Starts are to the first answer of a sandbox.
 """
 
 # ruff: noqa: ASYNC110, ASYNC221 - nothing else runs in this loop
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -22,6 +24,8 @@ import anyio
 
 from gymllm.sandbox import SandboxPool, SandboxSpec, open_sandbox
 from gymllm.sandbox.launch import bwrap_path
+from gymllm.sandbox.local import LocalSandbox
+from gymllm.sandbox.remote import RemoteSandbox
 
 FILES = 4000
 
@@ -52,14 +56,16 @@ def make_base(folder: Path) -> Path:
     return folder
 
 
-async def starts(spec: SandboxSpec, together: int, rounds: int) -> tuple[list[float], float]:
+async def starts(
+    spec: SandboxSpec, together: int, rounds: int, kind: str = "local"
+) -> tuple[list[float], float]:
     """Seconds from asking for a sandbox to having it, and from first to last."""
     took: list[float] = []
     made: list[object] = []
 
     async def one() -> None:
         began = time.perf_counter()
-        sandbox = await open_sandbox(spec)
+        sandbox = await open_sandbox(spec, kind)
         took.append(time.perf_counter() - began)
         made.append(sandbox)
         await sandbox.exec(["true"])
@@ -104,7 +110,45 @@ def below(roots: list[int]) -> list[int]:
     return found
 
 
-async def main(quick: bool) -> None:
+async def containers(table: Table, image: str, seconds: float, rounds: int) -> None:
+    """The same of containers."""
+    spec = SandboxSpec(image=image)
+    await (await open_sandbox(spec, "docker")).aclose()
+    took, _ = await starts(spec, 1, rounds, "docker")
+    table.add_times("docker: start, one at a time", took)
+    took, wall = await starts(spec, 16, 1, "docker")
+    table.add_times("docker: start, 16 at once", took)
+    table.add("docker: 16 sandboxes started, used once and closed", wall, "s")
+    async with await open_sandbox(spec, "docker") as sandbox:
+        shell = await sandbox.shell()
+        table.add("docker: shell: true", await per_second(lambda: shell.run("true"), seconds), "/s")
+        table.add("docker: shell: ls", await per_second(lambda: shell.run("ls"), seconds), "/s")
+        table.add(
+            "docker: exec: true", await per_second(lambda: sandbox.exec(["true"]), seconds), "/s"
+        )
+        data = os.urandom(100_000)
+        writes = await per_second(lambda: sandbox.write("x", data), seconds)
+        table.add("docker: write of 100 kB", writes, "/s")
+        assert isinstance(sandbox, RemoteSandbox)
+        argv = ["podman", "--url", os.environ["DOCKER_HOST"], "exec", sandbox.name, "true"]
+
+        async def plain() -> None:
+            subprocess.run(argv, capture_output=True, check=True)
+
+        if shutil.which("podman"):
+            table.add(
+                "podman exec, on the same socket: true", await per_second(plain, seconds), "/s"
+            )
+        began = time.perf_counter()
+        snapshot = await sandbox.snapshot()
+        table.add("docker: snapshot", (time.perf_counter() - began) * 1e3, "ms")
+        began = time.perf_counter()
+        await sandbox.restore(snapshot)
+        table.add("docker: restore", (time.perf_counter() - began) * 1e3, "ms")
+    snapshot.discard()
+
+
+async def main(quick: bool, image: str) -> None:
     table = Table()
     seconds, rounds = (0.5, 10) if quick else (3.0, 60)
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +202,9 @@ async def main(quick: bool) -> None:
                 "/s",
             )
             made = [await open_sandbox(spec) for _ in range(4 if quick else 16)]
-            pss = pss_mb(below([one.pid for one in made])) / len(made)
+            pss = pss_mb(below([one.pid for one in made if isinstance(one, LocalSandbox)])) / len(
+                made
+            )
             table.add("memory a sandbox (PSS), idle", pss, "MB")
             for one in made:
                 await one.aclose()
@@ -169,10 +215,16 @@ async def main(quick: bool) -> None:
             began = time.perf_counter()
             await sandbox.restore(snapshot)
             table.add("restore", (time.perf_counter() - began) * 1e3, "ms")
+    if image:
+        await containers(table, image, seconds, rounds // 2)
     print(json.dumps({"rows": table.rows}))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    anyio.run(main, parser.parse_args().quick)
+    parser.add_argument(
+        "--image", default="", help="of containers at DOCKER_HOST; none: no containers"
+    )
+    parsed = parser.parse_args()
+    anyio.run(main, parsed.quick, parsed.image)

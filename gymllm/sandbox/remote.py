@@ -186,6 +186,11 @@ class RemoteSandbox:
         return self._spec.workdir
 
     @property
+    def name(self) -> str:
+        """Of its container, as the daemon or the cluster knows it."""
+        return self.live()[0].name
+
+    @property
     def limits(self) -> Limits:
         container, keeper = self.live()
         lacks = [*container.limits.lacks]
