@@ -201,9 +201,8 @@ def _configured(host: KubernetesHost) -> tuple[client.Configuration, str]:
 
 
 def _tls(configuration: client.Configuration) -> ssl.SSLContext:
-    made = ssl.create_default_context(
-        cafile=configuration.ssl_ca_cert, cadata=configuration.ca_cert_data
-    )
+    authority = cast("str | bytes | None", getattr(configuration, "ca_cert_data", None))  # since 37
+    made = ssl.create_default_context(cafile=configuration.ssl_ca_cert, cadata=authority)
     if configuration.assert_hostname is False or not configuration.verify_ssl:
         made.check_hostname = False
     if not configuration.verify_ssl:
