@@ -72,8 +72,8 @@ class KubernetesHost:
     patience_s: float = 30.0
     """How long a request is repeated while the API is away, or says that it is too busy."""
     oldest_s: int = 24 * 3600
-    """Every pod ends by itself at this age, or at the spec's `wall_s` if that is less: nobody else would
-    end it if this whole machine vanished. Longer than your longest episode, please."""
+    """Every pod ends by itself at this age, its image's pull included, if it hasn't at the spec's `wall_s`:
+    nobody else would end it if this whole machine vanished. More than your longest episode takes."""
 
     def __post_init__(self) -> None:
         if self.namespace is not None and not _NAME.fullmatch(self.namespace):

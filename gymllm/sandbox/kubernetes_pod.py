@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -16,12 +17,19 @@ POLICY_NAME = "gymllm-no-network"
 _CONTAINER = "sandbox"
 
 # Process 1. It dies on SIGTERM at once, so that a deleted pod is gone in milliseconds, and takes in orphans:
-# a shell that waits reaps them. Without a `sleep` in the image it ends, and the start says so.
-_WAIT = 'trap "exit 0" TERM; mkdir -p "$1"; while sleep 3600 & wait $!; do :; done; exit 127'
+# a shell that waits reaps them. It keeps wall_s, since the cluster counts a pod's age with the image's pull;
+# the pod's own deadline is for what stops it from doing so. Without a `sleep` in the image it ends.
+_WAIT = """trap "exit 0" TERM
+mkdir -p "$1"
+if [ -n "$2" ]; then sleep "$2" & wait $! && exit 124; exit 127; fi
+while sleep 3600 & wait $!; do :; done
+exit 127"""
 
 
 def manifest(name: str, spec: SandboxSpec, host: KubernetesHost, owner: str) -> Json:
     """The pod to create."""
+    wall = "" if spec.wall_s is None else str(math.ceil(spec.wall_s))
+    deadline_s = math.ceil(min((spec.wall_s or math.inf) + host.start_timeout_s, host.oldest_s))
     memory = f"{spec.memory_mb}Mi"
     limits = {"memory": memory, "cpu": _cores(spec.cpus), "ephemeral-storage": f"{spec.file_mb}Mi"}
     requests = limits | {
@@ -35,7 +43,7 @@ def manifest(name: str, spec: SandboxSpec, host: KubernetesHost, owner: str) -> 
     container: dict[str, object] = {
         "name": _CONTAINER,
         "image": spec.image,
-        "command": ["/bin/sh", "-c", _WAIT, "sh", _literal(spec.workdir)],
+        "command": ["/bin/sh", "-c", _WAIT, "sh", _literal(spec.workdir), wall],
         "workingDir": spec.workdir,
         "env": [{"name": key, "value": _literal(value)} for key, value in spec.env.items()],
         "resources": {"limits": limits, "requests": requests},
@@ -54,7 +62,7 @@ def manifest(name: str, spec: SandboxSpec, host: KubernetesHost, owner: str) -> 
         "enableServiceLinks": False,
         # At 0 the API forgets a pod before its processes are dead, and nobody could wait for that.
         "terminationGracePeriodSeconds": 1,
-        "activeDeadlineSeconds": max(1, round(min(spec.wall_s or host.oldest_s, host.oldest_s))),
+        "activeDeadlineSeconds": deadline_s,
         # No server answers there: names fail at once where a network policy would let them hang.
         "dnsPolicy": "None",
         "dnsConfig": {"nameservers": ["127.0.0.1"]},
@@ -150,6 +158,8 @@ def pod_state(pod: Json) -> PodState:
         failure = _said(status) or _said(ended) or phase
         if ended and ended.get("exitCode") is not None:
             failure += f" (its process 1 ended with {ended['exitCode']})"
+        if ended.get("exitCode") == 124:
+            failure = "it was older than the sandbox's wall_s"
     elif deleting:
         failure = "it was deleted"
     unschedulable, finished_at = "", _text(ended, "finishedAt")

@@ -21,7 +21,13 @@ pytest.importorskip("aiohttp")
 from kubernetes_fixtures import SPEC, cluster, host, no_traces, run, running
 from kubernetes_server import FakeCluster, Refusal
 
-from gymllm.errors import ConfigError, SandboxDiedError, SandboxError, SandboxStartError
+from gymllm.errors import (
+    ConfigError,
+    MissingExtraError,
+    SandboxDiedError,
+    SandboxError,
+    SandboxStartError,
+)
 from gymllm.sandbox import SandboxSpec
 from gymllm.sandbox.interface import Mount
 from gymllm.sandbox.kubernetes import KubernetesHost, Toleration, start_pod
@@ -196,7 +202,7 @@ async def test_what_passes_is_tried_again(cluster: FakeCluster, host: Kubernetes
         ("POST pods", Refusal(429, "TooManyRequests", "busy", after="0")),
         ("POST pods", Refusal(500, "InternalError", "etcd")),
         ("POST pods", Refusal(409, "Conflict", "the object has been modified: quota")),
-        ("GET watch=true", Refusal(429, "TooManyRequests", "busy", after="0")),
+        ("GET watch=", Refusal(429, "TooManyRequests", "busy", after="0")),
         ("GET exec", Refusal(503, "ServiceUnavailable", "busy")),
         ("DELETE pods", Refusal(500, "InternalError", "etcd")),
     ]
@@ -332,15 +338,20 @@ async def test_a_pod_that_was_deleted_says_so(cluster: FakeCluster, host: Kubern
             await pod.open(["true"])
 
 
-async def test_a_deadline_ends_it(cluster: FakeCluster, host: KubernetesHost) -> None:
-    async with running(host, replace(SPEC, wall_s=0.6)) as pod:
-        assert cluster.bodies()[0]["spec"]["activeDeadlineSeconds"] == 1
+@pytest.mark.parametrize(("wall_s", "match"), [(0.6, "wall_s"), (None, "DeadlineExceeded")])
+async def test_it_ends_by_itself(
+    cluster: FakeCluster, host: KubernetesHost, wall_s: float | None, match: str
+) -> None:
+    host = host if wall_s else replace(host, oldest_s=1)
+    async with running(host, replace(SPEC, wall_s=wall_s)) as pod:
         stream = await pod.open(["sleep", "60"])
         with anyio.fail_after(5):
             while await stream.receive() is not None:
                 pass
-        await stream.aclose()
-        with pytest.raises(SandboxDiedError, match="DeadlineExceeded"):
+            await stream.aclose()
+            while await pod.alive():  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        with pytest.raises(SandboxDiedError, match=match):
             await pod.open(["true"])
 
 
@@ -515,6 +526,16 @@ async def test_what_pods_cannot_have_is_refused(host: KubernetesHost, tmp_path: 
     for wrong in ({"namespace": "A_b"}, {"starts_at_once": 0}, {"cpu_request": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             KubernetesHost(**wrong)  # type: ignore[arg-type]  # on purpose
+
+
+async def test_without_the_client_it_names_the_extra(
+    host: KubernetesHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("gymllm.sandbox.kubernetes_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(MissingExtraError, match=r"gymllm\[kubernetes\]"):
+        await start_pod(SPEC, host)
 
 
 async def test_no_cluster_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
