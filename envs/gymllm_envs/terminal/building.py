@@ -13,6 +13,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,12 +21,13 @@ import anyio
 from anyio import to_thread
 from anyio.lowlevel import RunVar
 
-from gymllm.errors import ConfigError, EnvError, MissingExtraError
-from gymllm.sandbox import Mount, Sandbox, SandboxSpec, open_sandbox
+from gymllm.errors import ConfigError, MissingExtraError, SandboxError
+from gymllm.sandbox import Mount, Sandbox, SandboxSpec, Snapshot, open_sandbox
 from gymllm.sandbox.clip import clean, clip
 from gymllm.sandbox.docker import DockerHost
 from gymllm.sandbox.kubernetes import KubernetesHost
 from gymllm_envs.terminal.dockerfile import interpret
+from gymllm_envs.terminal.images import build_image
 from gymllm_envs.terminal.task import CopyStep, RunStep, TerminalTask
 
 Kind = str | DockerHost | KubernetesHost
@@ -36,7 +38,7 @@ TESTS = "/tests"
 _CONTEXT = "/mnt/context"
 _PYTEST = "/opt/gymllm/pytest"
 _PYTEST_PACKAGES = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
-# Under /logs, where checkers write. Links, for local sandboxes have only a few places to write to.
+# Under /logs, where checkers write. Links, for there are only a few places to write to.
 _LOG_FOLDERS = ("verifier", "agent", "artifacts")
 _LOG_TARGET = "/tmp/.logs"
 
@@ -55,8 +57,26 @@ class Prepared:
 
 
 def is_container(kind: Kind) -> bool:
-    """Whether sandboxes of this kind have images."""
+    """Whether sandboxes of this kind have images.
+
+    Raises:
+        ConfigError: It has neither images nor a file system of its own.
+    """
+    if kind in ("unshare", "unsafe-local"):
+        raise ConfigError(
+            f"terminal tasks need kind='local', 'docker' or 'kubernetes', got {kind!r}: their paths and "
+            "tests need a file system of their own."
+        )
     return not isinstance(kind, str) or kind in ("docker", "kubernetes")
+
+
+def has_mounts(kind: Kind) -> bool:
+    """Whether sandboxes of this kind can be shown folders of this machine."""
+    if not is_container(kind):
+        return True
+    if kind == "docker":
+        return not os.environ.get("DOCKER_HOST", "unix://").startswith("tcp://")
+    return isinstance(kind, DockerHost) and kind.url[:4] in ("", "unix")
 
 
 async def prepare(task: TerminalTask, kind: Kind) -> Prepared:
@@ -66,7 +86,8 @@ async def prepare(task: TerminalTask, kind: Kind) -> Prepared:
         ConfigError: This kind of sandbox can't do what the task needs, or a step failed.
         SandboxError: A sandbox broke.
     """
-    digest = hashlib.sha256(repr(task).encode(errors="replace")).hexdigest()
+    described = repr(task) + await to_thread.run_sync(_stamp, task)
+    digest = hashlib.sha256(described.encode(errors="replace")).hexdigest()
     try:
         locks = _locks.get()
     except LookupError:
@@ -77,6 +98,15 @@ async def prepare(task: TerminalTask, kind: Kind) -> Prepared:
         if key not in _prepared:
             _prepared[key] = await _make(task, kind)
         return _prepared[key]
+
+
+def _stamp(task: TerminalTask) -> str:
+    """Changes when a file does that the tree is made from."""
+    if task.dockerfile is None:
+        return ""
+    found = sorted(task.dockerfile.parent.rglob("*"))
+    stats = [(str(path), path.lstat()) for path in found]
+    return repr([(path, stat.st_mtime_ns, stat.st_size, stat.st_mode) for path, stat in stats])
 
 
 async def _make(task: TerminalTask, kind: Kind) -> Prepared:
@@ -103,7 +133,8 @@ async def _make(task: TerminalTask, kind: Kind) -> Prepared:
         env=task.env,
         memory_mb=task.memory_mb,
         cpus=task.cpus,
-        file_mb=task.file_mb,
+        # Files are kept in memory: filling the disk must not end the sandbox.
+        file_mb=min(task.file_mb, max(task.memory_mb // 2, 1)),
     )
     if not task.files and not task.steps:
         return Prepared(task=task, spec=spec)
@@ -128,10 +159,14 @@ async def _make(task: TerminalTask, kind: Kind) -> Prepared:
             f"into its image."
         )
     if snapshot.image:
-        if snapshot.undo is not None:
-            atexit.register(snapshot.undo)
+        atexit.register(_discard, snapshot)
         return Prepared(task=task, spec=replace(spec, image=snapshot.image))
     return Prepared(task=task, spec=replace(spec, base=snapshot.base, layers=snapshot.layers))
+
+
+def _discard(snapshot: Snapshot) -> None:
+    with suppress(SandboxError):  # the daemon may have ended before us
+        snapshot.discard()
 
 
 async def _with_image(task: TerminalTask, kind: Kind) -> TerminalTask:
@@ -144,42 +179,8 @@ async def _with_image(task: TerminalTask, kind: Kind) -> TerminalTask:
             f"terminal task {task.id!r} has a Dockerfile and no image, so kind='docker', not {kind!r}."
         )
     url = kind.url if isinstance(kind, DockerHost) else ""
-    image, workdir = await to_thread.run_sync(_build_image, task, url, abandon_on_cancel=True)
+    image, workdir = await to_thread.run_sync(build_image, task, url, abandon_on_cancel=True)
     return replace(task, image=image, tree=workdir, workdir=workdir)
-
-
-def _build_image(task: TerminalTask, url: str) -> tuple[str, str]:
-    """Has the daemon build it; its name, and its work directory."""
-    try:
-        import docker
-        import docker.errors
-    except ImportError as problem:
-        raise MissingExtraError(
-            'Containers need the docker SDK: pip install "gymllm[docker]".'
-        ) from problem
-    assert task.dockerfile is not None
-    context = task.dockerfile.parent
-    tag = f"localhost/gymllm-terminal:{hashlib.sha256(str(context).encode()).hexdigest()[:16]}"
-    client = docker.DockerClient(base_url=url) if url else docker.from_env()  # pyright: ignore[reportUnknownMemberType]
-    try:
-        built, _ = client.images.build(  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-            path=str(context),
-            dockerfile=task.dockerfile.name,
-            tag=tag,
-            rm=True,
-            forcerm=True,
-            timeout=int(task.build_timeout_s),
-        )
-        workdir = str((built.attrs.get("Config") or {}).get("WorkingDir") or "/")  # pyright: ignore[reportUnknownMemberType,reportUnknownArgumentType]
-    except docker.errors.BuildError as problem:
-        raise ConfigError(f"{task.dockerfile}: it can't be built: {problem}.") from problem
-    except docker.errors.DockerException as problem:
-        raise EnvError(f"{task.dockerfile}: the daemon did not build it: {problem}.") from problem
-    finally:
-        client.close()  # pyright: ignore[reportUnknownMemberType]
-    if workdir == "/":
-        raise ConfigError(f"{task.dockerfile}: it has no WORKDIR; give it one.")
-    return tag, workdir
 
 
 def _contexts(task: TerminalTask) -> tuple[Mount, ...]:
@@ -241,7 +242,9 @@ def _own_folder(pid: int) -> Path:
 
 def new_folder(name: str) -> Path:
     """An empty folder of the host, gone at our end at the latest."""
-    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_own_folder(os.getpid())))
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_own_folder(os.getpid())))
+    folder.chmod(0o755)  # a container's user may be another
+    return folder
 
 
 @functools.cache
@@ -254,7 +257,7 @@ def _log_links(pid: int) -> Path:
 
 
 def log_mount() -> Mount:
-    """/logs, in local sandboxes; `MAKE_LOGS` makes what it leads to."""
+    """/logs, where there are mounts; `MAKE_LOGS` makes what it leads to."""
     return Mount(source=_log_links(os.getpid()), target=LOGS)
 
 

@@ -36,7 +36,7 @@ from gymllm_envs.terminal.building import (
     TESTS,
     Kind,
     Prepared,
-    is_container,
+    has_mounts,
     log_mount,
     pytest_mounts,
 )
@@ -91,7 +91,7 @@ async def check(prepared: Prepared, sandbox: Sandbox, kind: Kind, live_tests: Pa
         prepared: The task.
         sandbox: The agent's.
         kind: Of sandbox.
-        live_tests: The folder that is /tests in the agent's local sandbox, for checks in place.
+        live_tests: The folder that is /tests in the agent's sandbox, for checks in place.
 
     Raises:
         SandboxError: A sandbox broke.
@@ -125,8 +125,8 @@ async def check(prepared: Prepared, sandbox: Sandbox, kind: Kind, live_tests: Pa
 
 
 def mounts_of(prepared: Prepared, kind: Kind) -> tuple[tuple[Mount, ...], dict[str, str]]:
-    """What a local sandbox that is checked in needs to be shown, tests not included."""
-    if is_container(kind):
+    """What a sandbox that is checked in needs to be shown, tests not included."""
+    if not has_mounts(kind):
         return (), {}
     mounts, env = pytest_mounts() if prepared.task.needs_pytest else ((), {})
     return (log_mount(), *mounts), env
@@ -153,7 +153,7 @@ async def _check_apart(prepared: Prepared, kind: Kind, snapshots: list[Snapshot]
             await kill_all(runner)
             snapshots.append(await runner.snapshot())
     mounts, _ = mounts_of(prepared, kind)
-    if task.tests is not None and not is_container(kind):
+    if task.tests is not None and has_mounts(kind):
         mounts += (Mount(source=task.tests, target=TESTS),)
     spec = replace(prepared.spec, mounts=mounts)
     async with await _open(spec, snapshots[-1], kind) as fresh:
@@ -182,7 +182,7 @@ async def _judge(
     task = prepared.task
     _, env = mounts_of(prepared, kind)
     env = {**env, **task.check_env}
-    if is_container(kind):
+    if not has_mounts(kind):
         made = await sandbox.exec(["sh", "-c", f"rm -rf {LOGS}/verifier; mkdir -p {LOGS}/verifier"])
         if task.tests is not None:
             await _bring(sandbox, task.tests)

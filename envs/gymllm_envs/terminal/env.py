@@ -25,7 +25,7 @@ from gymllm.sandbox import Mount, Sandbox, open_sandbox
 from gymllm.sandbox.clip import clip
 from gymllm.tool_calls import FORM, check_call, read_calls, tool_name
 from gymllm_envs.swe.tools import Toolbox, ToolOutput, command_of, is_submission
-from gymllm_envs.terminal.building import TESTS, Kind, is_container, new_folder, prepare
+from gymllm_envs.terminal.building import TESTS, Kind, has_mounts, is_container, new_folder, prepare
 from gymllm_envs.terminal.checking import Check, check, mounts_of
 from gymllm_envs.terminal.default_tasks import default_tasks
 from gymllm_envs.terminal.grid import MOST_COLUMNS, MOST_ROWS
@@ -144,6 +144,7 @@ class TerminalEnv(Env):
                 raise ConfigError(f"{name} must be >= {least:g} {until}, got {value!r}.")
         self.render_mode = render_mode
         self._mode, self._kind = mode, kind
+        is_container(kind)  # or refuses
         self.tools = SHELL_TOOLS if mode == "shell" else SCREEN_TOOLS
         self._max_turns, self._command_timeout_s = max_turns, command_timeout_s
         self._max_command_timeouts, self._wall_clock_s = max_command_timeouts, wall_clock_s
@@ -171,7 +172,7 @@ class TerminalEnv(Env):
         chosen = self._chosen(options or {})
         self._prepared = prepared = await prepare(chosen, self._kind)
         task, spec = prepared.task, prepared.spec
-        if task.check_in_place and not is_container(self._kind):
+        if task.check_in_place and has_mounts(self._kind):
             mounts, _ = mounts_of(prepared, self._kind)
             self._live_tests = new_folder("tests")
             mounts += (Mount(source=self._live_tests, target=TESTS),)

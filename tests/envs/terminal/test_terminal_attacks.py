@@ -35,6 +35,8 @@ ATTACKS = {
     "preloads": "echo >evil.so; export LD_PRELOAD=$PWD/evil.so LD_LIBRARY_PATH=$PWD; echo $PWD/evil.so "
     ">/etc/ld.so.preload",
     "fills the disk": "head -c 100M /dev/zero >fill; head -c 100M /dev/zero >~/fill; echo hello >out.txt",
+    "fills the memory": "python3 -c \"x = ['a' * 10**8 for _ in range(99)]\"; seq inf | tail",
+    "fills the memory by files": "head -c 1G /dev/zero >/dev/shm/x; head -c 1G /dev/zero >/tmp/x",
     "out of inodes": "mkdir many; cd many; seq 3000 | xargs touch; echo hello >../out.txt",
     "is unreadable": "chmod 0 .",
     "has a device": "mknod out.txt c 1 5 || mkfifo other",
@@ -46,8 +48,9 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_it_gets_nothing(attack: str, tmp_path: Path) -> None:
-    task = hello_task(tmp_path, check_timeout_s=5.0)
-    played = play(task, bash(ATTACKS[attack]), SUBMIT, command_timeout_s=5.0)
+    file_mb = 64 if "by files" in attack else 8
+    task = hello_task(tmp_path, check_timeout_s=5.0, memory_mb=64, file_mb=file_mb)
+    played = play(task, bash(ATTACKS[attack]), SUBMIT, command_timeout_s=2.0)
     assert played.terminated
     assert (played.reward, bool(played.reason)) == (0.0, True)
 
