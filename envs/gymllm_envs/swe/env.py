@@ -202,17 +202,18 @@ class SWE(Env):
         self._chars += len(action)
         calls, problem = self._read(action)
         info: dict[str, Any] = {"invalid_action": bool(problem)}
-        if problem:
-            return self._go_on(problem, info)
-        said: list[str] = []
+        said = [problem] if problem else []
         for call in calls:
             if call.name == "submit":
                 return await self._end("submitted", info)
             left_s = self._began + self._wall_clock_s - time.monotonic()
             done = await self._toolbox.run(call, left_s=left_s)
             self._timeouts += done.timed_out
+            self._chars += len(done.text)
             info |= {"tool": call.name, "failed": done.failed, "exit_code": done.exit_code}
             said.append(done.text)
+            if self._reached(turns_too=False):
+                break
         observation, reward, terminated, truncated, info = self._go_on("\n\n".join(said), info)
         if truncated and self._grade_truncated:
             _, reward, _, _, info = await self._end(observation, info)
@@ -263,14 +264,13 @@ class SWE(Env):
         left = self._max_turns - self._turns
         if 0 < left <= _FEW_TURNS:
             text += f"\n[{left} turn{'s' if left > 1 else ''} left]"
-        self._chars += len(text)
         reached = self._reached()
         if reached:
             info["truncated_by"] = reached
         return text, 0.0, False, bool(reached), info
 
-    def _reached(self) -> str:
-        if self._turns >= self._max_turns:
+    def _reached(self, *, turns_too: bool = True) -> str:
+        if turns_too and self._turns >= self._max_turns:
             return "turns"
         if time.monotonic() - self._began >= self._wall_clock_s:
             return "wall_clock"
