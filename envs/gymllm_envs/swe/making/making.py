@@ -176,8 +176,17 @@ async def _round(
 
 async def _finished(task: SweTask, rewrite: Rewrite | None) -> SweTask:
     """What is done for a task that counts."""
-    task = replace(task, canaries=await working_canaries(task))
+    working = await working_canaries(task)
+    # A function whose tests have canaries gets another name, so all that are asked for must have some.
+    partly = {_function(test) for test in task.fail_to_pass if test not in working}
+    canaries = tuple(test for test in working if _function(test) not in partly)
+    task = replace(task, canaries=canaries)
     return task if rewrite is None else replace(task, problem_statement=await rewrite(task))
+
+
+def _function(test: str) -> str:
+    """A test's name without its parameters."""
+    return test.partition("[")[0]
 
 
 def _shares(made: Made, names: Sequence[str]) -> dict[str, int]:

@@ -58,7 +58,7 @@ def _usable(text: str, task: SweTask) -> bool:
     if not _LEAST * len(draft) <= len(text) <= _MOST * len(draft):
         return False
     code = re.findall(r"```python\n(.*?)\n```", draft, re.DOTALL)
-    kept = all(line.strip() in text for block in code[:1] for line in block.split("\n"))
+    kept = all(block in text for block in code[:1])  # the others say more of the same
     secret = str(task.extra.get("function", "")).rpartition(":")[2].rpartition(".")[2]
     named = re.compile(rf"\b{re.escape(secret)}\b")
     return kept and (not secret or bool(named.search(draft)) or not named.search(text))

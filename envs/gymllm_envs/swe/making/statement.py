@@ -6,6 +6,7 @@ What was called, what was expected, what came. The fault itself isn't named, unl
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,6 +138,9 @@ class _Excerpt:
             needed |= set[str]().union(*(_names(statement) for statement in set_up))
         given = self.parameters.items()
         lines[:0] = [f"{name} = {value}" for name, value in given if name in needed]
+        for name, value in given:
+            with contextlib.suppress(SyntaxError):  # not all that Python writes can be read
+                needed |= _names(ast.parse(value)) if name in needed else set()
         before = self._module_level(needed)
         return "\n".join([*before, "", *lines] if before else lines)
 
@@ -197,7 +201,8 @@ def _outcome(found: _Excerpt, failure: Failure) -> _Told:
     check = _checked(found, statement)
     wanted = found.parameters.get(check.wanted, check.wanted)
     code = (check.called or found.dedented(statement)) if len(found.statements) == 1 else ""
-    subject = _subject(check.called or found.source(statement), found.parameters)
+    done = getattr(statement, "value", None) or statement
+    subject = _subject(check.called or found.source(done), found.parameters)
     message = "\n".join(_cut(_plain(failure.message).split("\n"), _MOST_MESSAGE_LINES))
     expected = "" if "\n" in wanted or "`" in wanted or not wanted else f"`{wanted}`."
     error = _error_wanted(found.statements)

@@ -85,5 +85,7 @@ async def test_shuffled_runs_have_their_order(shapes: Package) -> None:
 async def test_a_package_without_passing_tests_is_told(shapes: Package) -> None:
     async with await PackageSandbox.open(shapes) as sandbox:
         (sandbox.folder / FILE).write_text("import missing_module\n")
-        with pytest.raises(EnvError, match=r"(?s)tests of shapes==1.0 can't be used.*missing_module"):
+        with pytest.raises(
+            EnvError, match=r"(?s)tests of shapes==1.0 can't be used.*missing_module"
+        ):
             await find_reach(sandbox)
