@@ -10,7 +10,7 @@ start time. The first start in a namespace removes
 - pods of anybody that have ended by themselves some time ago.
 
 Owners on other machines can't be asked, and no clock or heartbeat is trusted: their pods are let be. They
-end by themselves, at `wall_s` or `KubernetesHost.oldest_s`, and are removed then. So a pod of a run that
+end by themselves, at `wall_s` or `KubernetesHost.oldest_s`, and are removed later. So a pod of a run that
 lives is never taken from it.
 """
 
