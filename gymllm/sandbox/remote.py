@@ -44,7 +44,7 @@ from gymllm.sandbox.interface import (
     Snapshot,
 )
 from gymllm.sandbox.output import Kept
-from gymllm.sandbox.remote_exec import Command, FileSink, Keeper, Ran
+from gymllm.sandbox.remote_exec import Command, FileSink, Keeper, Ran, Runners
 from gymllm.sandbox.remote_marks import Sink
 from gymllm.sandbox.remote_shell import RemoteShell
 from gymllm.sandbox.remote_terminal import RemoteTerminal
@@ -151,6 +151,7 @@ class RemoteSandbox:
         self._current = spec
         self._container: Container | None = None
         self._keeper: Keeper | None = None
+        self._runners: Runners | None = None
         self._ends: float | None = None
         self._closed = self._gone = False
         self._shells: list[RemoteShell | RemoteTerminal] = []
@@ -166,6 +167,7 @@ class RemoteSandbox:
             except SandboxError as problem:
                 raise SandboxStartError(f"A sandbox of kind {self._kind!r}: {problem}") from problem
             self._container, self._keeper, self._gone = container, keeper, False
+            self._runners = Runners(container)
             if self._spec.wall_s is not None:
                 self._ends = began + self._spec.wall_s
             if archive is not None:
@@ -219,12 +221,9 @@ class RemoteSandbox:
         max_output_bytes: int = MAX_OUTPUT_BYTES,
     ) -> ExecResult:
         words = words_of(argv, "exec")
-        _, keeper = self.live()
-        setsid = b"setsid " if not {"leader"} & keeper.facts and "setsid" in keeper.facts else b""
-        body = b"exec %s%s\n" % (setsid, b" ".join(map(remote_programs.quoted, words)))
         began = time.monotonic()
         stdout, stderr = Kept(max_output_bytes), Kept(max_output_bytes)
-        ran = await self._run(body, stdout, stderr, input, timeout_s, cwd, env)
+        ran = await self._run(words, stdout, stderr, input, timeout_s, cwd, env)
         return ExecResult(
             stdout=stdout.output(),
             stderr=stderr.output(),
@@ -332,10 +331,13 @@ class RemoteSandbox:
 
     async def _end(self, container: Container | None) -> None:
         keeper, self._keeper, self._container = self._keeper, None, None
+        runners, self._runners = self._runners, None
         shells, self._shells = self._shells, []
         with anyio.CancelScope(shield=True):
             for shell in shells:
                 await shell.forget()
+            if runners is not None:
+                await runners.aclose()
             if keeper is not None:
                 await keeper.aclose()
             if container is not None:
@@ -373,7 +375,7 @@ class RemoteSandbox:
 
     async def _run(
         self,
-        body: bytes,
+        what: bytes | list[bytes],
         stdout: Sink,
         stderr: Sink,
         input: bytes | Path,
@@ -381,16 +383,27 @@ class RemoteSandbox:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Ran:
+        """Some lines for sh, or a program: that one has a session of its own, where the image can."""
         container, keeper = self.live()
+        assert self._runners is not None
+        command = Command(container, keeper, self._runners, stdout, stderr)
+        if isinstance(what, bytes):
+            body, stay = what, True
+        else:
+            stay = "setsid" in keeper.facts and not input
+            own = "setsid" in keeper.facts
+            body = remote_programs.program(what, command.pid_word if own else b"")
         variables = remote_programs.exports({**self._spec.env, **(env or {})})
         program = functools.partial(
-            remote_programs.command, body, cwd=self.inside(cwd or ""), exports=variables
+            remote_programs.command,
+            body,
+            cwd=self.inside(cwd or ""),
+            exports=variables,
+            stay=stay,
         )
         left = self._ends - time.monotonic() if self._ends is not None else timeout_s
         try:
-            ran = await Command(container, keeper, stdout, stderr).run(
-                program, input, min(timeout_s, max(left, 0))
-            )
+            ran = await command.run(program, input, min(timeout_s, max(left, 0)), stay=stay)
         except SandboxDiedError:
             self._gone = True
             if self._closed or self._expired:

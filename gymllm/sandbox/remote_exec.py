@@ -15,7 +15,7 @@ import anyio
 from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox.output import Kept
 from gymllm.sandbox.remote_marks import Marks, Sink
-from gymllm.sandbox.remote_programs import KEEPER, LISTEN, told
+from gymllm.sandbox.remote_programs import KEEPER, LISTEN, RETIRE, told
 
 if TYPE_CHECKING:
     from gymllm.sandbox.remote import Container, ProcessStream
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LISTENING = ("sh", "-c", LISTEN)
 END_TIMEOUT_S = 2.0
 _ANSWER_TIMEOUT_S = 10.0
+_MOST_IDLE = 4
 _PIECE = 1 << 18
 _SENT_AT_ONCE = 1 << 15
 """So little fits into what lies between, whether or not it is read."""
@@ -133,48 +134,101 @@ class Keeper:
             await stream.aclose()
 
 
+class Runners:
+    """Streams whose sh waits for its next command: to start another takes a daemon some 50 ms."""
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+        self._idle: list[ProcessStream] = []
+
+    async def take(self) -> tuple[ProcessStream, bool]:
+        """One that listens, and whether it has waited: then it may have been killed meanwhile."""
+        if self._idle:
+            return self._idle.pop(), True
+        return await self._container.open(LISTENING), False
+
+    async def give_back(self, stream: ProcessStream) -> None:
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(stream)
+            return
+        with suppress(SandboxDiedError):
+            await stream.send(RETIRE)
+        await stream.aclose()
+
+    async def aclose(self) -> None:
+        """With the container, which ends them."""
+        while self._idle:
+            await self._idle.pop().aclose()
+
+
 class Command:
     """One command: sent, followed, and killed if it is late or nobody waits for it any more."""
 
-    def __init__(self, container: Container, keeper: Keeper, stdout: Sink, stderr: Sink) -> None:
-        self._container, self._keeper = container, keeper
+    def __init__(
+        self, container: Container, keeper: Keeper, runners: Runners, stdout: Sink, stderr: Sink
+    ) -> None:
+        self._container, self._keeper, self._runners = container, keeper, runners
         self._sinks = {1: stdout, 2: stderr}
         self._marks = {1: Marks(), 2: Marks()}
         self._ended: set[int] = set()
-        self._pid = 0
+        self._pids: list[int] = []
+        """Of the sh around it; then, if it has a session of its own, of that."""
         self._status: int | None = None
+        self._left = False
+        self._word = self._marks[1].new_word()
+        self._marks[2].expect(self._word)
+        self.pid_word = self._marks[2].new_word()
+        """For the command to say the pid of its session behind."""
 
     async def run(
-        self, program: Callable[[int], bytes], input: bytes | Path, timeout_s: float
+        self, program: Callable[[int], bytes], input: bytes | Path, timeout_s: float, *, stay: bool
     ) -> Ran:
         """Runs what `remote_programs.command` gives for so many bytes of input.
+
+        Args:
+            program: Gives the text for a size of the input.
+            input: Its standard input.
+            timeout_s: Counted from when it is sent.
+            stay: What `command` was told.
 
         Raises:
             SandboxDiedError: The container is gone.
         """
         size = _size(input)
-        self._word = self._marks[1].new_word()
-        self._marks[2].expect(self._word)
-        stream = await self._container.open(LISTENING)
-        try:
-            with anyio.move_on_after(timeout_s) as limit:
-                await self._follow(stream, told(self._word, program(size)), input, size)
-            if limit.cancelled_caught:
-                await self._kill(stream)
-                with anyio.move_on_after(END_TIMEOUT_S):
-                    await self._until_end(stream)
-            for number, marks in self._marks.items():
-                marks.flush(self._sinks[number])
-            if limit.cancelled_caught:
-                return Ran(status=None, timed_out=True)
-            return Ran(status=await self._how_it_ended(stream), timed_out=False)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self._kill(stream)
-            raise
-        finally:
-            with anyio.CancelScope(shield=True):
-                await stream.aclose()
+        text = told(self._word, program(size))
+        while True:
+            stream, waited = await self._runners.take()
+            given_back = False
+            try:
+                with anyio.move_on_after(timeout_s) as limit:
+                    await self._follow(stream, text, input, size)
+                if limit.cancelled_caught:
+                    await self._kill(stream)
+                    with anyio.move_on_after(END_TIMEOUT_S):
+                        await self._until_end(stream)
+                elif waited and not self._pids:
+                    continue  # killed before; nothing has begun
+                for number, marks in self._marks.items():
+                    marks.flush(self._sinks[number])
+                if limit.cancelled_caught:
+                    return Ran(status=None, timed_out=True)
+                status = await self._how_it_ended(stream)
+                unread = size > 0 and status != 0
+                if stay and len(self._ended) == 2 and not self._left and not unread:
+                    given_back = True
+                    await self._runners.give_back(stream)
+                return Ran(status=status, timed_out=False)
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await self._kill(stream)
+                raise
+            finally:
+                if not given_back:
+                    with anyio.CancelScope(shield=True):
+                        if stay and len(self._ended) == 2:
+                            with suppress(SandboxDiedError):
+                                await stream.send(RETIRE)
+                        await stream.aclose()
 
     async def _follow(
         self, stream: ProcessStream, first: bytes, input: bytes | Path, size: int
@@ -206,27 +260,33 @@ class Command:
                 return
             number, data = got
             sink = self._sinks[number]
-            for _, text in self._marks[number].take(data, sink):
-                if number == 2 and not self._pid:
-                    self._pid = int(text)
-                else:
-                    self._status = int(text)
-                    self._ended.add(number)
+            for word, text in self._marks[number].take(data, sink):
+                self._hear(number, word, text)
             if isinstance(sink, Kept):
                 await sink.hold_back(len(data))
 
+    def _hear(self, number: int, word: bytes, text: bytes) -> None:
+        if word == self.pid_word or (number == 2 and not self._pids):
+            self._pids.append(int(text))
+        else:
+            status, _, left = text.partition(b" ")
+            self._status, self._left = int(status), bool(left.strip())
+            self._ended.add(number)
+
     async def _kill(self, stream: ProcessStream) -> None:
-        """Its session and all that descends from it."""
+        """Its session and all that descends from it, and the sh around it."""
+        if len(self._ended) == 2:
+            return
         with anyio.CancelScope(shield=True), anyio.move_on_after(END_TIMEOUT_S):
-            while not self._pid and len(self._ended) < 2:  # cancelled before it could begin
+            while not self._pids:  # cancelled before it could begin
                 got = await stream.receive()
                 if got is None:
                     return
-                if got[0] == 2:
-                    for _, text in self._marks[2].take(got[1], self._sinks[2]):
-                        self._pid = int(text)
+                for word, text in self._marks[got[0]].take(got[1], self._sinks[got[0]]):
+                    self._hear(got[0], word, text)
             with suppress(SandboxError):  # then nothing runs there
-                await self._keeper.tell("session", self._pid)
+                for pid in reversed(self._pids):
+                    await self._keeper.tell("session", pid)
 
     async def _how_it_ended(self, stream: ProcessStream) -> int | None:
         if len(self._ended) == 2:
@@ -236,15 +296,11 @@ class Command:
             raise SandboxDiedError("The sandbox died while a command ran in it.")
         await self._kill(stream)
         status = await stream.exit_code()
-        if not self._pid:
+        if not self._pids:
             raise SandboxError(
                 f"{self._container.name}: no process could be started (it ended with {status})."
             )
-        if status is None:
-            raise SandboxError(
-                f"{self._container.name}: the connection to a command broke; nobody knows how it ended."
-            )
-        return status
+        return 137 if status is None else status
 
 
 def _size(input: bytes | Path) -> int:

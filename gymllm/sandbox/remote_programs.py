@@ -11,15 +11,34 @@ from collections.abc import Mapping
 
 from gymllm.errors import ConfigError
 
-# A word, a program, the word again. `read` takes no byte more than its line from a pipe.
-LISTEN = """IFS= read -r word || exit 1
-program=
-while IFS= read -r line; do
-  if [ "$line" = "$word" ]; then eval "$program"; exit; fi
-  program="$program$line
+# A word, a program, the word again; then the next. `read` takes no byte more than its line from a pipe.
+LISTEN = """while IFS= read -r word; do
+  [ "$word" != exit ] || exit 0
+  program=
+  while IFS= read -r line || exit 1; do
+    [ "$line" != "$word" ] || break
+    program="$program$line
 "
+  done
+  eval "$program"
 done
 """
+RETIRE = b"exit\n"
+
+# Whether anybody is left whose parent is gone: it may hold the streams, and what it writes belongs to a
+# command that is over. Process 1 has children in its own session only.
+_LOOK_FOR_ORPHANS = rb"""left=
+for file in /proc/[0-9]*/stat; do
+  line=
+  while IFS= read -r part || [ -n "$part" ]; do line=$part; done 2>/dev/null <"$file"
+  case $line in *") "*) ;; *) continue ;; esac
+  set -- ${line##*") "}
+  [ "$1" = Z ] || [ "$2" != 1 ] || [ "$4" = 1 ] || left=left
+done
+"""
+_IN_A_SESSION = (
+    b'exec setsid sh -c \'printf "%%s %%s\\n" "$1" $$ >&2; shift; exec "$@"\' sh %s %s\n'
+)
 
 # Says what there is, then ends processes when told to, by built-ins alone: it works also when no process
 # can be started any more. `begun` follows the local sandbox's supervisor: what descends from the shell, or
@@ -137,26 +156,49 @@ def exports(env: Mapping[str, str]) -> bytes:
     return b"".join(lines)
 
 
-def command(body: bytes, input_bytes: int, *, cwd: bytes, exports: bytes) -> bytes:
+def command(
+    body: bytes, input_bytes: int, *, cwd: bytes, exports: bytes, stay: bool = False
+) -> bytes:
     """Runs some lines in a sh of their own, fed with so many bytes of the input that follows.
 
     It says its own pid first, on stderr, and the status last, on both, behind `$word`. What sh says of it
-    goes nowhere; what is said in it, also that there is no such program, is its output.
+    goes nowhere; what is said in it, also that there is no such program, is its output. To `stay` it says
+    `left` behind the status if somebody may still write; with input it stays after success alone, for else
+    some may be unread.
     """
     feed = b"head -c %d 2>/dev/null | " % input_bytes if input_bytes else b""
+    after = b"exit\n"
+    if stay:
+        after = b"[ $status = 0 ] || exit\n" if input_bytes else b""
     return (
         b"printf '%%s %%s\\n' \"$word\" $$ >&2\n"
         b"exec 3>&2 2>/dev/null\n"
-        b"unset program line\n"
         b"%s(\n"
-        b"unset word\n"
+        b"unset word program line part file left\n"
         b"cd -- %s || exit 127\n"
         b"%s%s"
         b")%s 2>&3 3>&-\n"
         b"status=$?\n"
-        b"printf '%%s %%s\\n' \"$word\" $status\n"
-        b"printf '%%s %%s\\n' \"$word\" $status >&3\n"
-    ) % (feed, quoted(cwd), exports, body, b"" if input_bytes else b" </dev/null")
+        b"%s"
+        b'printf \'%%s %%s\\n\' "$word" "$status $left"\n'
+        b'printf \'%%s %%s\\n\' "$word" "$status $left" >&3\n'
+        b"%s"
+        b"exec 2>&3 3>&-\n"
+    ) % (
+        feed,
+        quoted(cwd),
+        exports,
+        body,
+        b"" if input_bytes else b" </dev/null",
+        _LOOK_FOR_ORPHANS if stay else b"left=\n",
+        after,
+    )
+
+
+def program(words: list[bytes], pid_word: bytes) -> bytes:
+    """The body that becomes a program; in a session of its own, which it names, if there is a word for it."""
+    line = b" ".join(map(quoted, words))
+    return _IN_A_SESSION % (pid_word, line) if pid_word else b"exec %s\n" % line
 
 
 def _bytes(text: str) -> bytes:

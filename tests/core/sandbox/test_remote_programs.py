@@ -10,7 +10,7 @@ import pytest
 
 from gymllm.errors import ConfigError, SandboxFileError
 from gymllm.sandbox import remote_files
-from gymllm.sandbox.remote_programs import KEEPER, LISTEN, command, exports, quoted, told
+from gymllm.sandbox.remote_programs import KEEPER, LISTEN, command, exports, program, quoted, told
 
 SHELLS = [
     pytest.param(argv, marks=pytest.mark.skipif(shutil.which(argv[0]) is None, reason="not here"))
@@ -18,10 +18,10 @@ SHELLS = [
 ]
 
 
-def listen(shell: list[str], program: bytes, input: bytes = b"") -> tuple[bytes, bytes]:
+def listen(shell: list[str], text: bytes, input: bytes = b"") -> tuple[bytes, bytes]:
     done = subprocess.run(
         [*shell, "-c", LISTEN],
-        input=told(b"WORD", program) + input,
+        input=told(b"WORD", text) + input,
         capture_output=True,
         check=False,
         timeout=10,
@@ -32,25 +32,25 @@ def listen(shell: list[str], program: bytes, input: bytes = b"") -> tuple[bytes,
 @pytest.mark.parametrize("shell", SHELLS)
 def test_any_bytes_reach_a_program(shell: list[str]) -> None:
     every = bytes(range(1, 256)).replace(b"\n", b"\n\n") + b"'\\'\n"
-    program = command(
+    text = command(
         b"exec printf '%%s|%%s' %s \"$NAME\"\n" % quoted(every),
         0,
         cwd=b"/",
         exports=exports({"NAME": "it's\nä"}),
     )
-    out, err = listen(shell, program)
-    assert out == every + "|it's\nä".encode() + b"WORD 0\n"
+    out, err = listen(shell, text)
+    assert out == every + "|it's\nä".encode() + b"WORD 0 \n"
     pid, status = err.splitlines()
     assert pid.split()[1].isdigit()
-    assert status == b"WORD 0"
+    assert status == b"WORD 0 "
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_input_ends_where_it_ends(shell: list[str]) -> None:
     data = bytes(range(256)) * 400
-    program = command(b"exec cat\n", len(data), cwd=b"/", exports=b"")
-    out, _ = listen(shell, program, data + b"not for it")
-    assert out == data + b"WORD 0\n"
+    text = command(b"exec cat\n", len(data), cwd=b"/", exports=b"")
+    out, _ = listen(shell, text, data + b"not for it")
+    assert out == data + b"WORD 0 \n"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -62,11 +62,34 @@ def test_endings_and_what_a_shell_says_of_them(shell: list[str]) -> None:
         (b"exec sh -c 'exit 5'\n", b"5", b""),
     ):
         out, err = listen(shell, command(body, 0, cwd=b"/", exports=b""))
-        assert out == b"WORD %s\n" % status
+        assert out == b"WORD %s \n" % status
         lines = err.splitlines()
-        assert lines[-1] == b"WORD " + status
+        assert lines[-1] == b"WORD %s " % status
         assert bool(said) == (len(lines) == 3)
         assert said in err
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_one_sh_runs_one_after_another_and_each_in_its_session(shell: list[str]) -> None:
+    segfault = [b"sh", b"-c", b"kill -SEGV $$"]
+    texts = [
+        command(program(words, b"PID"), 0, cwd=b"/", exports=b"export A=b\n", stay=True)
+        for words in (segfault, [b"no-such"], [b"ps", b"-o", b"sess=", b"-p", b"%d"], [b"env"])
+    ]
+    texts[2] = texts[2].replace(
+        b"'ps' '-o' 'sess=' '-p' '%d'", b"sh -c 'ps -o sess= -p $$; echo $$'"
+    )
+    texts.append(command(b"cat\n", 3, cwd=b"/", exports=b"", stay=True))
+    out, err = listen(shell, b"".join(told(b"WORD", text) for text in texts)[5:-5], b"abc")
+    lines = out.split(b"\n")
+    assert lines[0].startswith(b"WORD 139 ")
+    assert lines[1].startswith(b"WORD 127 ")
+    assert lines[2].strip() == lines[3].strip()
+    assert b"A=b" in lines
+    assert not {line.partition(b"=")[0] for line in lines} & {b"word", b"program", b"line"}
+    assert lines[-2].startswith(b"abcWORD 0 ")
+    assert err.count(b"PID ") == 4
+    assert err.count(b"no-such") == 1
 
 
 @pytest.mark.parametrize("shell", SHELLS)
