@@ -219,6 +219,33 @@ async def test_a_command_that_kills_all_it_can_hurts_only_itself(docker_host: Do
         assert not processes_with("63.06")
 
 
+async def test_commands_in_turn_share_a_sh_and_nothing_else(docker_host: DockerHost) -> None:
+    async with await open_sandbox(SPEC, docker_host) as sandbox:
+        parent = "cut -d ' ' -f 4 /proc/self/stat"
+        first = await said(sandbox, f"exec {parent}")
+        assert await said(sandbox, f"exec {parent}") == first
+        # Whoever is left behind could write into the output of the next: that gets streams of its own.
+        script = "(sleep 66.01; echo late; echo late >&2) & echo $!"
+        pid = (await said(sandbox, script)).strip()
+        done = await sandbox.exec(["sh", "-c", f"kill {pid}; sleep 0.05; echo mine"])
+        assert bytes(done.stdout) == b"mine\n"
+        await sandbox.exec(["sh", "-c", "setsid sleep 66.02 >/dev/null 2>&1 </dev/null &"])
+        assert await said(sandbox, f"exec {parent}") != await said(sandbox, f"exec {parent}")
+        assert len(processes_with("66.02")) == 1  # nobody else's end is its own
+        done = await sandbox.exec(["sleep", "66.03"], timeout_s=0.1)
+        assert done.timed_out
+        assert len(processes_with("66.02")) == 1
+
+
+async def test_a_sh_that_was_killed_while_it_waited_is_replaced(docker_host: DockerHost) -> None:
+    async with await open_sandbox(SPEC, docker_host) as sandbox:
+        shell = await sandbox.shell()
+        for _ in range(3):
+            await sandbox.write("f", b"x")
+            await shell.run("kill -9 $(ps -A -o pid=,args= | grep 'IFS= read' | cut -c1-7)")
+            assert await sandbox.read("f") == b"x"
+
+
 # What others have left
 
 
