@@ -300,7 +300,11 @@ class Command:
             raise SandboxError(
                 f"{self._container.name}: no process could be started (it ended with {status})."
             )
-        return 137 if status is None else status
+        if status is None:
+            raise SandboxError(
+                f"{self._container.name}: the connection to a command broke; nobody knows how it ended."
+            )
+        return status
 
 
 def _size(input: bytes | Path) -> int:
