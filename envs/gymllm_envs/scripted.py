@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from gymllm.errors import UnknownNameError
-from gymllm_envs import frozen_lake, petting_zoo
+from gymllm_envs import frozen_lake, petting_zoo, terminal
+from gymllm_envs.terminal import default_tasks
 
 ScriptedPlayer = Callable[[str, np.random.Generator, float], str]
 """From a text with the latest observation in it, a generator and a skill of 0 to 1, an action."""
@@ -22,9 +23,14 @@ def _petting_zoo(text: str, rng: np.random.Generator, skill: float) -> str:
     return petting_zoo.scripted_action(text, rng=rng)
 
 
+def _terminal(text: str, rng: np.random.Generator, skill: float) -> str:
+    return default_tasks.scripted_action(text, rng=rng, skill=skill)
+
+
 SCRIPTED_PLAYERS: dict[str, ScriptedPlayer] = {
     frozen_lake.ENV_ID: _frozen_lake,
     petting_zoo.ENV_ID: _petting_zoo,
+    terminal.ENV_ID: _terminal,
 }
 """Every scripted player."""
 

@@ -6,3 +6,5 @@ default_tasks.py   a small set, built in
 building.py, images.py   a task's tree, made once; checking.py: the reward, from a fresh sandbox
 screen.py     keys in, screen out; emulator.py, grid.py, keys.py: what a terminal shows, what a key sends
 """
+
+ENV_ID = "gymllm/Terminal-v0"

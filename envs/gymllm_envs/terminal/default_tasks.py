@@ -11,6 +11,8 @@ import random
 import shutil
 from collections import Counter
 
+import numpy as np
+
 from gymllm_envs.terminal.task import RunStep, TerminalTask
 
 _WORDS = ("sea", "ship", "whale", "Whale", "whales", "captain", "harpoon", "storm", "mast", "the")
@@ -289,3 +291,18 @@ _GIT_TASKS = [
 def default_tasks() -> tuple[TerminalTask, ...]:
     """The tasks that this machine has the programs for, in a fixed order."""
     return (*_TASKS, *(_GIT_TASKS if shutil.which("git") else ()))
+
+
+def scripted_action(text: str, *, rng: np.random.Generator, skill: float) -> str:
+    """Solves the built-in task that a text speaks of, or, less skilled, hands it in unsolved; then submits.
+
+    Args:
+        text: The latest observation, or all of the episode.
+        rng: For skill.
+        skill: How often the task is solved, 0 to 1.
+    """
+    submit = "```bash\nsubmit\n```"
+    for task in default_tasks():
+        if task.instruction in text and task.solution not in text and rng.random() < skill:
+            return f"```bash\n{task.solution}\n```"
+    return submit

@@ -25,6 +25,7 @@ from gymllm.sandbox import Mount, Sandbox, open_sandbox
 from gymllm.sandbox.clip import clip
 from gymllm.tool_calls import FORM, check_call, read_calls, tool_name
 from gymllm_envs.swe.tools import Toolbox, ToolOutput, command_of, is_submission
+from gymllm_envs.terminal import ENV_ID
 from gymllm_envs.terminal.building import TESTS, Kind, has_mounts, is_container, new_folder, prepare
 from gymllm_envs.terminal.checking import Check, check, mounts_of
 from gymllm_envs.terminal.default_tasks import default_tasks
@@ -34,7 +35,6 @@ from gymllm_envs.terminal.screen import QUIET_S, Screen
 from gymllm_envs.terminal.task import TerminalTask, read_tasks
 from gymllm_envs.terminal.tools import SCREEN_TOOLS, SHELL_TOOLS
 
-ENV_ID = "gymllm/Terminal-v0"
 DEFAULT = "default"
 MODES = ("shell", "screen")
 _FEW_TURNS = 3

@@ -190,15 +190,14 @@ class Grid:
 
     def tab(self, count: int = 1) -> None:
         """To the next tab stop, several times."""
-        for _ in range(min(count, self.columns - 1 - self.column)):
-            stops = (at for at in self._tabs if at > self.column)
-            self.column = min(stops, default=self.columns - 1)
+        stops = sorted(at for at in self._tabs if at > self.column)
+        self.column = stops[count - 1] if count <= len(stops) else self.columns - 1
         self._wrapped = False
 
     def back_tab(self, count: int) -> None:
         """To the tab stop before, several times."""
-        for _ in range(min(count, self.column)):
-            self.column = max((at for at in self._tabs if at < self.column), default=0)
+        stops = sorted((at for at in self._tabs if at < self.column), reverse=True)
+        self.column = stops[count - 1] if count <= len(stops) else 0
         self._wrapped = False
 
     def carriage_return(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import gymnasium
+import numpy as np
 import pytest
 from terminal_helpers import SUBMIT, bash, call, hello_task, play
 
@@ -19,10 +20,12 @@ from gymllm.errors import ConfigError, SandboxError, UnknownNameError
 from gymllm.pool import EnvPool
 from gymllm.sandbox import SandboxSpec, open_sandbox
 from gymllm.testing import RULES, check_rule
+from gymllm_envs.scripted import scripted_player
+from gymllm_envs.terminal import ENV_ID
 from gymllm_envs.terminal.building import prepare
 from gymllm_envs.terminal.checking import check
 from gymllm_envs.terminal.default_tasks import default_tasks
-from gymllm_envs.terminal.env import ENV_ID, TerminalEnv
+from gymllm_envs.terminal.env import TerminalEnv
 from gymllm_envs.terminal.task import TerminalTask
 
 pytestmark = pytest.mark.usefixtures("needs_bwrap")
@@ -51,6 +54,22 @@ def test_a_built_in_task_is_worth_1_solved_and_0_untouched(name: str) -> None:
 def test_there_are_enough_built_in_tasks_and_none_shows_how_it_is_solved() -> None:
     assert len(TASKS) >= 10
     assert all(task.solution and task.solution not in task.instruction for task in TASKS.values())
+
+
+def test_the_scripted_player_solves_them_as_often_as_it_is_skilled() -> None:
+    player, rng = scripted_player(ENV_ID), np.random.default_rng(0)
+    env = TerminalEnv()
+    for skill in (1.0, 0.0):
+        text, _ = env.reset(seed=3)
+        said = text
+        terminated, steps, reward = False, 0, 0.0
+        while not terminated:
+            action = player(said, rng, skill)
+            text, reward, terminated, _, _ = env.step(action)
+            said += action + text
+            steps += 1
+        assert (reward, steps) == (skill, 1 + skill)
+    env.close()
 
 
 def test_calls_and_blocks_of_bash_are_taken() -> None:
