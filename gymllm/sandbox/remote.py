@@ -418,6 +418,8 @@ class RemoteSandbox:
         ran = await self._run(body, stdout, stderr, data, _FILE_TIMEOUT_S, "/")
         if ran.timed_out:
             raise SandboxFileError(errno.ETIMEDOUT, f"no answer within {_FILE_TIMEOUT_S} s", path)
+        if ran.status == 126:
+            raise SandboxFileError(errno.EAGAIN, "the sandbox is full of processes", path)
         if ran.status != 0:
             raise remote_files.problem(bytes(stderr.output()), path)
         return bytes(stdout.output())

@@ -24,6 +24,7 @@ LISTENING = ("sh", "-c", LISTEN)
 END_TIMEOUT_S = 2.0
 _ANSWER_TIMEOUT_S = 10.0
 _MOST_IDLE = 4
+_FULL = "resource temporarily unavailable"
 _PIECE = 1 << 18
 _SENT_AT_ONCE = 1 << 15
 """So little fits into what lies between, whether or not it is read."""
@@ -197,7 +198,12 @@ class Command:
         size = _size(input)
         text = told(self._word, program(size))
         while True:
-            stream, waited = await self._runners.take()
+            try:
+                stream, waited = await self._runners.take()
+            except SandboxError as problem:
+                if _FULL not in str(problem).lower():
+                    raise
+                return Ran(status=self._no_process(), timed_out=False)
             given_back = False
             try:
                 with anyio.move_on_after(timeout_s) as limit:
@@ -288,6 +294,11 @@ class Command:
                 for pid in reversed(self._pids):
                     await self._keeper.tell("session", pid)
 
+    def _no_process(self) -> int:
+        """As the local sandbox says it: commands that fill the sandbox are no fault of ours."""
+        self._sinks[2].add(b"sandbox: no process could be started\n")
+        return 126
+
     async def _how_it_ended(self, stream: ProcessStream) -> int | None:
         if len(self._ended) == 2:
             return self._status
@@ -296,10 +307,8 @@ class Command:
             raise SandboxDiedError("The sandbox died while a command ran in it.")
         await self._kill(stream)
         status = await stream.exit_code()
-        if not self._pids:
-            raise SandboxError(
-                f"{self._container.name}: no process could be started (it ended with {status})."
-            )
+        if status is not None and (not self._pids or status <= 128):
+            return self._no_process()  # no signal has ended it: a sh that can't fork gives up
         if status is None:
             raise SandboxError(
                 f"{self._container.name}: the connection to a command broke; nobody knows how it ended."

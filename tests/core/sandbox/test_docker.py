@@ -22,6 +22,7 @@ from gymllm.errors import (
     MissingExtraError,
     SandboxDiedError,
     SandboxError,
+    SandboxFileError,
     SandboxStartError,
 )
 from gymllm.sandbox import Mount, Sandbox, SandboxPool, SandboxSpec, open_sandbox
@@ -167,6 +168,19 @@ async def test_what_fills_the_process_table_is_ended(docker_host: DockerHost) ->
         assert done.timed_out
         assert not processes_with("62.02")
         assert await said(sandbox, "echo on") == "on\n"
+
+
+async def test_a_full_process_table_is_data(docker_host: DockerHost) -> None:
+    async with await open_sandbox(SPEC, docker_host) as sandbox:
+        fill = "sh -c 'while :; do sleep 62.05 & done' 2>/dev/null; sleep 62.05 & exit 3"
+        codes = [(await sandbox.exec(["sh", "-c", fill])).exit_code for _ in range(6)]
+        assert codes[0] in (2, 3, 126)
+        assert set(codes[-2:]) <= {2, 126}, codes  # 2: the command's own sh has no process for it
+        with pytest.raises(SandboxFileError, match="full of processes"):
+            await sandbox.write("f", b"x")
+        with pytest.raises(SandboxError):
+            await sandbox.shell()
+        assert sandbox.alive
 
 
 async def test_wall_limit_ends_it_all(docker_host: DockerHost) -> None:
