@@ -56,6 +56,8 @@ class KubernetesHost:
     """Empty: the cluster's own rule, which pulls `latest` every time."""
     runtime_class: str | None = None
     """Such as "gvisor" or "kata", where the cluster has one: a kernel of its own for hostile code."""
+    user_namespaces: bool = False
+    """`hostUsers: false`: root in the pod is nobody on its node. Where the cluster's nodes can."""
     priority_class: str | None = None
     cpu_request: float | None = None
     """Cores that the scheduler sets aside; the spec's limit if None. Less packs more pods on a node."""

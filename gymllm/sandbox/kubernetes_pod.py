@@ -76,6 +76,8 @@ def manifest(name: str, spec: SandboxSpec, host: KubernetesHost, owner: str) -> 
     }
     if host.runtime_class is not None:
         pod["runtimeClassName"] = host.runtime_class
+    if host.user_namespaces:
+        pod["hostUsers"] = False
     if host.priority_class is not None:
         pod["priorityClassName"] = host.priority_class
     labels = {OWNER_LABEL: owner, "app.kubernetes.io/managed-by": "gymllm"}

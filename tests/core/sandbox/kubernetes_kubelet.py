@@ -19,7 +19,7 @@ from gymllm.sandbox.launch import bwrap_path
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _ROOT = [
-    *("--unshare-all", "--die-with-parent", "--as-pid-1", "--clearenv"),
+    *("--unshare-all", "--die-with-parent", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"),
     *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"),
     *("--symlink", "usr/lib64", "/lib64", "--symlink", "usr/sbin", "/sbin"),
     *("--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--dir", "/etc", "--dir", "/root"),
@@ -87,6 +87,8 @@ class Container:
         enter += ["--pid", "--mount", "--net", "--ipc", "--uts", "--cgroup"]
         enter += [f"--wdns={self._workdir}", "--", "env", "-i"]
         enter += [f"{name}={value}" for name, value in self._env.items()]
+        # As of a pod that drops all capabilities and gains none.
+        enter += ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
         enter += ["setsid", "--wait", *(["--ctty"] if tty else [])]
         program = Program(tty)
         await program.start([*enter, *argv])

@@ -222,7 +222,8 @@ class FakeCluster:
         self._transports.add(transport)
         try:
             self.requests.append(f"{request.method} {request.path_qs}")
-            if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or token != TOKEN:
                 raise Refusal(401, "Unauthorized", "Unauthorized")
             self._allow(request)
             for refusal in self.refusals:

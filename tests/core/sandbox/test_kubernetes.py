@@ -69,6 +69,7 @@ async def test_what_a_pod_is_made_from(cluster: FakeCluster, host: KubernetesHos
         image_pull_policy="IfNotPresent",
         runtime_class="gvisor",
         priority_class="low",
+        user_namespaces=True,
         cpu_request=0.1,
         oldest_s=50,
     )
@@ -81,6 +82,7 @@ async def test_what_a_pod_is_made_from(cluster: FakeCluster, host: KubernetesHos
     assert spec["restartPolicy"] == "Never"
     assert spec["automountServiceAccountToken"] is False
     assert spec["enableServiceLinks"] is False
+    assert spec["hostUsers"] is False
     assert spec["activeDeadlineSeconds"] == 50
     assert spec["nodeSelector"] == {"disk": "fast"}
     assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}]

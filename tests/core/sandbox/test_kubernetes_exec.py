@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("kubernetes", reason='needs pip install "gymllm[kubernetes]"')
 pytest.importorskip("aiohttp")
 
-from kubernetes_fixtures import SPEC, cluster, host, no_traces, run, running, told
-from kubernetes_server import V4, V5, FakeCluster, Refusal
+from kubernetes_fixtures import cluster, host, no_traces, run, running, told
+from kubernetes_server import TOKEN, V4, V5, FakeCluster, Refusal
 
 from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox.kubernetes import KubernetesHost
@@ -214,19 +214,25 @@ async def test_cancelled_while_it_connects(cluster: FakeCluster, host: Kubernete
             cluster.refusals.clear()
 
 
-async def test_over_tls(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 and its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs openssl to make a certificate")
-    certificate, key = tmp_path / "certificate", tmp_path / "key"
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "certificate", folder / "key"
     make = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     make += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=test"]
     make += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    await anyio.run_process([openssl, *make], stderr=subprocess.DEVNULL)
-    with FakeCluster(tls=(certificate, key)) as cluster:
-        config = cluster.kubeconfig(
-            tmp_path / "config", **{"certificate-authority": str(certificate)}
-        )
+    subprocess.run([openssl, *make], check=True, capture_output=True)
+    return certificate, key
+
+
+async def test_over_tls(certified: tuple[Path, Path], tmp_path: Path) -> None:
+    with FakeCluster(tls=certified) as cluster:
+        authority = {"certificate-authority": str(certified[0])}
+        config = cluster.kubeconfig(tmp_path / "config", **authority)
         data = random.Random(0).randbytes(300_000)
         async with running(KubernetesHost(kubeconfig=config)) as pod:
             stream = await pod.open(["head", "-c", str(len(data))])
@@ -239,6 +245,27 @@ async def test_over_tls(tmp_path: Path) -> None:
                 pass
 
 
+async def test_from_a_pod_of_the_cluster(
+    certified: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "namespace").write_text("ours")
+    account = "kubernetes.config.incluster_config.SERVICE"
+    monkeypatch.setattr(f"{account}_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr(f"{account}_CERT_FILENAME", str(certified[0]))
+    monkeypatch.setattr(
+        "gymllm.sandbox.kubernetes_client._IN_POD_NAMESPACE", tmp_path / "namespace"
+    )
+    with FakeCluster(tls=certified) as cluster:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(cluster.port))
+        async with running(KubernetesHost()) as pod:
+            assert await run(pod, "echo on") == b"on\n"
+            assert cluster.bodies()[0]["metadata"]["namespace"] == "ours"
+
+
 async def test_a_proxy_is_no_api(cluster: FakeCluster, host: KubernetesHost) -> None:
     """A connection that closes without an answer is told as such."""
     async with running(replace(host, patience_s=0.1)) as pod:
@@ -246,4 +273,3 @@ async def test_a_proxy_is_no_api(cluster: FakeCluster, host: KubernetesHost) -> 
         cluster.refusals.append(("GET exec", Refusal(502, "", "<html>Bad gateway</html>")))
         with pytest.raises(SandboxError, match="Bad gateway"):
             await pod.open(["true"])
-    assert SPEC.image
