@@ -81,7 +81,7 @@ class RemoteShell:
         self._stream: ProcessStream | None = None
         self._unsettled = False
         """A command was cancelled; it has to be ended before the next."""
-        self._busy = False
+        self._busy = self._closing = False
         self._lock = anyio.Lock()
 
     @property
@@ -99,6 +99,7 @@ class RemoteShell:
         self._dialect = _Dialect(is_bash="bash" in keeper.facts)
         self._marks, self._kept = Marks(), Kept(0)
         self._unsettled, self._ended, self._children = False, False, b""
+        self._closing = False
         stream = await container.open(LISTENING)
         try:
             with anyio.move_on_after(_START_TIMEOUT_S):
@@ -165,8 +166,9 @@ class RemoteShell:
         died = False
         if timed_out:
             died = not await self._interrupt(stream)
-        elif status is None:
-            died, status = True, await stream.exit_code()
+        elif status is None or self._closing:
+            # Its command may be killed before it, so that it can still tell of that.
+            died, status = True, await stream.exit_code() if status is None else status
         self._unsettled = False
         self._marks.flush(kept)
         if died:
@@ -186,6 +188,7 @@ class RemoteShell:
     async def aclose(self) -> None:
         if self._stream is None:
             return
+        self._closing = True
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(END_TIMEOUT_S):
                 try:
