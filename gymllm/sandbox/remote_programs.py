@@ -114,7 +114,7 @@ while read -r answer how shell keep; do
     for round in 1 2 3 4 5 6 7 8 9; do
       session $shell
       [ -n "$found" ] || break
-      case "$found " in *" $pid "*) kill -9 $pid ;; esac
+      case "$found " in *" $shell "*) kill -9 $shell ;; esac  # first, or it tells of the others
       kill -9 $found
     done ;;
   interrupt) begun $shell $keep; kill -2 $shell; [ -z "$found" ] || kill -2 $found ;;
