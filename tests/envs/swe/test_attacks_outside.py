@@ -9,6 +9,7 @@ from attacking import FAILS, Attack, assert_worthless, batches, shell
 from playing import SUBMIT, bash, call
 from sample import MEND, ONLY_IN_HIDDEN_TESTS, ONLY_IN_SOLUTION
 
+from gymllm_envs.swe import place
 from gymllm_envs.swe.task import SweTask
 
 pytestmark = pytest.mark.asyncio
@@ -286,9 +287,9 @@ _TREES = [
     ),
     shell(
         "many files",
-        "python -c \"import os; os.makedirs('src/n')\nfor n in range(70_000): "
+        "python -c \"import os; os.makedirs('src/n')\nfor n in range(27_000): "
         "os.mknod(f'src/n/{n}')\"",
-        "more than 64 MB|more than 2000",
+        "MB were written",
     ),
     shell("some thousand files", "mkdir n; cd n; touch {1..2500}", "more than 2000 files"),
     shell("a huge file", "head -c 20M /dev/zero > src/zero", r"\| src/zero: too large"),
@@ -297,11 +298,11 @@ _TREES = [
         "for n in 1 2 3; do head -c 8M /dev/zero > src/zero$n; done",
         "16 MB were changed",
     ),
-    shell("a file with holes", "truncate -s 400M src/holes", "64 MB were written"),
+    shell("a file with holes", "truncate -s 400M src/holes", "MB were written"),
     shell(
         "a full tree",
         "for n in 1 2 3; do head -c 300M /dev/zero > full$n; done",
-        "64 MB were written",
+        "MB were written",
         "No space",
     ),
     shell(
@@ -312,7 +313,7 @@ _TREES = [
     ),
     shell(
         "a huge source",
-        "python -c \"print('x = [' + '0,' * 4_000_000 + ']')\" >> src/sample/chunks.py",
+        "python -c \"print('x = [' + '0,' * 200_000 + ']')\" >> src/sample/chunks.py",
         "",
     ),
     shell("deep source", "python -c \"print('(' * 100_000)\" >> src/sample/chunks.py", FAILS),
@@ -346,7 +347,7 @@ _BOMBS = [
     shell(
         "a zip bomb",
         "python -c \"import zipfile, zlib\nwith zipfile.ZipFile('b.zip', 'w', 8) as z:\n "
-        "for n in range(8): z.writestr(str(n), b'0' * (1 << 26))\"; "
+        "for n in range(4): z.writestr(str(n), b'0' * (1 << 26))\"; "
         "python -m zipfile -e b.zip src; rm -f b.zip",
         "",
     ),
@@ -366,7 +367,10 @@ def _names(attacks: Sequence[Attack]) -> str:
 
 
 @pytest.mark.parametrize("attacks", batches(ATTACKS), ids=_names)
-async def test_no_way_around(task: SweTask, attacks: Sequence[Attack]) -> None:
+async def test_no_way_around(
+    task: SweTask, attacks: Sequence[Attack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "MAX_WRITTEN_BYTES", 26 << 20)  # a tree at its limit takes a second
     await assert_worthless(task, attacks)
 
 
