@@ -390,9 +390,8 @@ class RemoteSandbox:
         if isinstance(what, bytes):
             body, stay = what, True
         else:
-            stay = "setsid" in keeper.facts and not input
-            own = "setsid" in keeper.facts
-            body = remote_programs.program(what, command.pid_word if own else b"")
+            stay = "setsid" in keeper.facts
+            body = remote_programs.program(what, command.pid_word if stay else b"")
         variables = remote_programs.exports({**self._spec.env, **(env or {})})
         program = functools.partial(
             remote_programs.command,

@@ -219,8 +219,7 @@ class Command:
                 if limit.cancelled_caught:
                     return Ran(status=None, timed_out=True)
                 status = await self._how_it_ended(stream)
-                unread = size > 0 and status != 0
-                if stay and len(self._ended) == 2 and not self._left and not unread:
+                if stay and len(self._ended) == 2 and not self._left:
                     given_back = True
                     await self._runners.give_back(stream)
                 return Ran(status=status, timed_out=False)

@@ -163,14 +163,11 @@ def command(
     """Runs some lines in a sh of their own, fed with so many bytes of the input that follows.
 
     It says its own pid first, on stderr, and the status last, on both, behind `$word`. What sh says of it
-    goes nowhere; what is said in it, also that there is no such program, is its output. To `stay` it says
-    `left` behind the status if somebody may still write; with input it stays after success alone, for else
-    some may be unread.
+    goes nowhere; what is said in it, also that there is no such program, is its output. The input is taken
+    whole, whoever reads it: what is left would be in the way of the next, or break the connection. To `stay`
+    it says `left` behind the status if somebody may still write.
     """
-    feed = b"head -c %d 2>/dev/null | " % input_bytes if input_bytes else b""
-    after = b"exit\n"
-    if stay:
-        after = b"[ $status = 0 ] || exit\n" if input_bytes else b""
+    feed = b"head -c %d 2>/dev/null | {\n" % input_bytes if input_bytes else b""
     return (
         b"printf '%%s %%s\\n' \"$word\" $$ >&2\n"
         b"exec 3>&2 2>/dev/null\n"
@@ -180,6 +177,7 @@ def command(
         b"%s%s"
         b")%s 2>&3 3>&-\n"
         b"status=$?\n"
+        b"%s"
         b"%s"
         b'printf \'%%s %%s\\n\' "$word" "$status $left"\n'
         b'printf \'%%s %%s\\n\' "$word" "$status $left" >&3\n'
@@ -191,8 +189,9 @@ def command(
         exports,
         body,
         b"" if input_bytes else b" </dev/null",
+        b"cat >/dev/null; exit $status; }\nstatus=$?\n" if input_bytes else b"",
         _LOOK_FOR_ORPHANS if stay else b"left=\n",
-        after,
+        b"" if stay else b"exit\n",
     )
 
 

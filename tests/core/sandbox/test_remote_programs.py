@@ -54,6 +54,19 @@ def test_input_ends_where_it_ends(shell: list[str]) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+def test_input_that_nobody_reads_is_taken_all_the_same(shell: list[str]) -> None:
+    data = b"\n".join([b"WORD", b"echo evil", b"WORD"] * 10_000)
+    unread = command(b"exit 7\n", len(data), cwd=b"/", exports=b"", stay=True)
+    then = command(b"echo then\n", 0, cwd=b"/", exports=b"", stay=True)
+    out, _ = listen(shell, unread, data + told(b"WORD", then))
+    lines = out.splitlines()
+    assert lines[0].startswith(b"WORD 7 ")
+    assert lines[1] == b"then"
+    assert lines[2].startswith(b"WORD 0 ")
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 def test_endings_and_what_a_shell_says_of_them(shell: list[str]) -> None:
     for body, status, said in (
         (b"exec sh -c 'kill -9 $$'\n", b"137", b""),
