@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -266,7 +267,7 @@ class PackageMaker:
             sdist=self.package.sdist,
             bug_patch=bug_patch,
             hide_patch=hide_patch,
-            timeout_s=float(max(60, round(20 * seconds, -1))),
+            timeout_s=60.0 * math.ceil(1 + seconds / 3),  # at least 20 times as long
             extra={
                 "operator": candidate.bug.operator,
                 "function": f"{candidate.file}:{candidate.bug.function}",

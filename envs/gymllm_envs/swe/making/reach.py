@@ -42,7 +42,7 @@ class Reach:
         return frozenset[str]().union(*reached)
 
     def seconds(self, tests: Iterable[str]) -> float:
-        """What they took, together, imports included."""
+        """What they took of a core, together, imports included."""
         return self.overhead_s + sum(self.tests[test].seconds for test in tests)
 
 

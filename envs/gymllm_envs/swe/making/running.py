@@ -52,6 +52,7 @@ class Outcome:
     outcome: str
     """"passed", "failed" or "skipped"."""
     seconds: float
+    """Of a core."""
     file: str
     line: int
     """Where its function begins; 0 and "" where that wasn't asked."""
@@ -89,6 +90,7 @@ class RunResult:
     reach: Mapping[str, Mapping[int, tuple[str, ...]]]
     """Source file to line to the tests that ran it, if that was asked."""
     seconds: float
+    """Of a core, imports included."""
     complaints: str = ""
     """What importing the uncollected files said."""
 

@@ -19,6 +19,14 @@ _MOST_LINES = 30
 _MOST_MESSAGE_LINES = 15
 _ASSERT_EQUAL = re.compile(r"assert\w*Equals?$")
 
+_CHECKS = {
+    "assertTrue": "{}", "assertFalse": "{}", "assertIn": "{} in {}", "assertNotIn": "{} not in {}",
+    "assertIs": "{} is {}", "assertIsNot": "{} is not {}", "assertIsNone": "{} is None",
+    "assertIsNotNone": "{} is not None", "assertLess": "{} < {}", "assertGreater": "{} > {}",
+    "assertIsInstance": "isinstance({}, {})", "assertNotEqual": "{} != {}",
+}  # fmt: skip
+"""unittest's checks as expressions."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -94,7 +102,7 @@ def _report(test: Outcome, texts: Mapping[str, str]) -> Report | None:
     outcome = _outcome(found, failure)
     return Report(
         title=outcome.title,
-        code="\n".join(_cut(found.code(outcome.code).split("\n"), _MOST_LINES)),
+        code="\n".join(_cut(found.code(outcome.code, outcome.wanted).split("\n"), _MOST_LINES)),
         expected=outcome.expected,
         actual=outcome.actual,
     )
@@ -121,15 +129,29 @@ class _Excerpt:
         """From the test's own block down to the simple statement that failed."""
 
     def source(self, node: ast.AST) -> str:
-        return ast.get_source_segment(self._text, node) or ast.unparse(node)
+        text = ast.get_source_segment(self._text, node) or ast.unparse(node)
+        if isinstance(node, FunctionNode | ast.ClassDef):
+            above = [f"@{self.source(decorator)}\n" for decorator in node.decorator_list]
+            return (" " * node.col_offset).join([*above, text])
+        return text
 
-    def code(self, last: str) -> str:
-        """Imports, what leads to the statement, and the statement as `last`; empty: the block around it."""
+    def code(self, last: str, wanted: str) -> str:
+        """What a user would run.
+
+        Args:
+            last: The failing statement as it is to be shown; empty: with the block around it.
+            wanted: What was expected, whose names are explained, too.
+        """
         top = self.statements[0]
-        needed = _names(ast.parse(last) if last else top)
+        try:
+            needed = _names(ast.parse(last) if last else top)
+        except SyntaxError:  # of several lines, in the brackets of a check
+            last, needed = f"({last})", _names(self.statements[-1])
+        if wanted.isidentifier() and wanted not in self.parameters:
+            needed.add(wanted)
         lines = [last or self.dedented(top)]
         for statement in reversed(self._function.body[: self._function.body.index(top)]):
-            if _bound(statement) & needed and not isinstance(statement, ast.Assert):
+            if _bound(statement) & needed and not _is_check(statement):
                 lines.insert(0, self.dedented(statement))
                 needed |= _names(statement)
         if any("self." in re.sub(r"self\.(assert\w*|fail)", "", line) for line in lines):
@@ -145,8 +167,7 @@ class _Excerpt:
         return "\n".join([*before, "", *lines] if before else lines)
 
     def dedented(self, node: ast.stmt) -> str:
-        segment = self.source(node)
-        return textwrap.dedent(" " * node.col_offset + segment)
+        return textwrap.dedent(" " * node.col_offset + self.source(node))
 
     def _set_up(self) -> list[ast.stmt]:
         for node in ast.walk(self._module):
@@ -192,6 +213,8 @@ class _Told:
     title: str
     code: str
     """The failing statement as a user would write it; empty: the test's block as it is."""
+    wanted: str
+    """What it should give, as source, if the test says that plainly."""
     expected: str
     actual: str
 
@@ -210,6 +233,7 @@ def _outcome(found: _Excerpt, failure: Failure) -> _Told:
         return _Told(
             title=f"{subject} doesn't raise {error or 'an error'}",
             code=code,
+            wanted=check.wanted,
             expected=f"`{error}`." if error else "An error.",
             actual="No error.",
         )
@@ -217,12 +241,14 @@ def _outcome(found: _Excerpt, failure: Failure) -> _Told:
         return _Told(
             title=f"{subject} gives a wrong result",
             code=code,
+            wanted=check.wanted,
             expected=expected or "The check at the end of the code to hold.",
             actual=_got(message, check) or "It doesn't.",
         )
     return _Told(
         title=f"{subject} raises {failure.error}",
         code=code,
+        wanted=check.wanted,
         expected=f"`{error}`." if error else expected or "No error.",
         actual=f"{failure.error}: {message}".rstrip(": "),
     )
@@ -281,9 +307,12 @@ def _checked(found: _Excerpt, statement: ast.stmt) -> _Check:
         plain = not any(isinstance(argument, ast.Starred) for argument in call.args)
         if _ASSERT_EQUAL.match(call.func.attr) and len(call.args) >= 2 and plain:
             return _ordered(found, call.args[0], call.args[1])
-        wanted = {"assertTrue": "True", "assertFalse": "False"}.get(call.func.attr)
-        if wanted:
-            return _Check(called=found.source(call.args[0]), wanted=wanted)
+        form = _CHECKS.get(call.func.attr, "")
+        if form and len(call.args) >= form.count("{}"):
+            called = form.format(*(found.source(argument) for argument in call.args))
+            return _Check(
+                called=called, wanted="False" if call.func.attr == "assertFalse" else "True"
+            )
     return _Check()
 
 
@@ -346,6 +375,13 @@ def _bound(statement: ast.stmt) -> set[str]:
     return names
 
 
+def _is_check(statement: ast.stmt) -> bool:
+    """Whether a statement only checks something."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return ast.unparse(statement.value.func).startswith("self.assert")
+    return isinstance(statement, ast.Assert)
+
+
 def _cut(lines: list[str], most: int) -> list[str]:
     if len(lines) <= most:
         return lines
@@ -355,4 +391,6 @@ def _cut(lines: list[str], most: int) -> list[str]:
 
 def _plain(message: str) -> str:
     """Without what differs from run to run."""
-    return re.sub(r"0x[0-9a-f]{6,}", "0x...", message).strip().replace("```", "'''")
+    message = re.sub(r"0x[0-9a-f]{6,}", "0x...", message)
+    message = re.sub(r"/[^\s\"']*/(?=lib/python3)", "/usr/", message)
+    return message.strip().replace("```", "'''")

@@ -128,6 +128,7 @@ def shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     (folder / "tests" / "test_shapes.py").write_text(TESTS)
     monkeypatch.setenv("GYMLLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(PACKAGES, "shapes", SHAPES_PACKAGE)
+    monkeypatch.setattr("gymllm_envs.swe.making.package_maker._BATCH", 2)
     site = Path(sysconfig.get_paths()["purelib"])
     for module in ("making.running", "trees"):
         monkeypatch.setattr(f"gymllm_envs.swe.{module}.site_folder", lambda extra=(): site)

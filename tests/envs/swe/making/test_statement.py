@@ -46,6 +46,11 @@ TEXT = textwrap.dedent(
         def test_equal(self):
             self.assertEqual(area(self.box), 1)
 
+        def test_member(self):
+            boxes = make_boxes(2)
+            self.assertEqual(len(boxes), 2)
+            self.assertNotIn(self.box, boxes)
+
         def test_true(self):
             for n in range(3):
                 self.assertTrue(self.box.fits(n))
@@ -144,6 +149,42 @@ def test_unittest_with_its_set_up() -> None:
     assert "self.box = Box(1, 1)\narea(self.box)" in text
     assert "`1`." in text
     assert "```\n2\n```" in text
+
+
+def test_other_checks_of_unittest_become_expressions() -> None:
+    text = statement(
+        failing("test_member", "assertNotIn", "AssertionError", "<Box> unexpectedly found in [...]")
+    )
+    assert "# `self.box not in boxes` gives a wrong result" in text
+    assert "boxes = make_boxes(2)\nself.box not in boxes\n```" in text
+    assert "`True`." in text
+
+
+def test_helpers_keep_their_decorators_and_wanted_names_are_explained() -> None:
+    text = """
+import shapes
+
+@shapes.cached
+def helper(n):
+    return n
+
+
+def test_it():
+    output = [4]
+    assert helper(3) == output
+"""
+    failure = Failure(
+        error="AssertionError", message="assert 3 == [4]", line=11, parameters={}, depth=1
+    )
+    test = Outcome(
+        id="t.py::test_it", outcome="failed", seconds=0, file="t.py", line=9, failure=failure
+    )
+    told = problem_statement("shapes==1.2", [test], {"t.py": text}, "secret")
+    assert (
+        "import shapes\n@shapes.cached\ndef helper(n):\n    return n\n\noutput = [4]\nhelper(3)"
+        in told
+    )
+    assert "`output`." in told
 
 
 def test_a_check_in_a_loop_is_told_with_the_loop() -> None:
