@@ -124,13 +124,23 @@ async def grade(task: SweTask, changes: Changes, *, rng: random.Random | None = 
         layer[file] = with_canaries.source.encode()
         names += with_canaries.names
         renamed |= with_canaries.renamed
-    tests = [renamed.get(test, test) for test in (*task.fail_to_pass, *task.pass_to_pass)]
-    run = await _run(task, made, layer, [*tests, *names])
-    results = {t: run.results[n] for t in _all(task) if (n := renamed.get(t, t)) in run.results}
-    messages = {t: run.messages.get(renamed.get(t, t), "") for t in _all(task)}
+    called = _called(_all(task), renamed)
+    run = await _run(task, made, layer, [*called.values(), *names])
+    results = {test: run.results.get(name, "missing") for test, name in called.items()}
+    messages = {test: run.messages.get(name, "") for test, name in called.items()}
     of_canaries = {name: run.results.get(name, "missing") for name in names}
     run = replace(run, results=results | of_canaries, messages=messages)
     return _verdict(task, changes, made, run, names, began)
+
+
+def _called(tests: Sequence[str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """What tests are called in the graded tree: one function's tests for all parameters are renamed alike."""
+    functions = {old.partition("[")[0]: new.partition("[")[0] for old, new in renamed.items()}
+    called: dict[str, str] = {}
+    for test in tests:
+        function, bracket, parameters = test.partition("[")
+        called[test] = f"{functions.get(function, function)}{bracket}{parameters}"
+    return called
 
 
 def _all(task: SweTask) -> tuple[str, ...]:
