@@ -7,7 +7,6 @@ files and nothing else, and all of that it could have written anyway.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,9 +53,10 @@ _HIDE = """for path; do
 done
 """
 
-_PATCH = """for how in 'git apply -v' 'git apply -v --recount --ignore-space-change' 'patch --batch -p1 -i'
-do
-  $how "$1" && exit 0
+_PATCH = """file=$(mktemp) || exit 1
+cat >"$file"
+for how in 'git apply -v' 'git apply -v --recount --ignore-space-change' 'patch -tN --fuzz=5 -p1 -i'; do
+  if $how "$file"; then rm -f "$file"; exit 0; fi
 done
 exit 1
 """
@@ -73,14 +73,17 @@ printf '\\n'
 find . {_PRUNE} -o ! -type f ! -type d -print0 | tr '\\n\\0' '\\001\\n'
 printf 'end\\n'
 """
-_READ = """while IFS= read -r path; do
+# A copy: somebody may write to the file meanwhile.
+_READ = """copy=$(mktemp) || exit 1
+while IFS= read -r path; do
   path=./$path
-  if [ -f "$path" ] && [ ! -L "$path" ]; then
-    size=$(wc -c <"$path") && echo "$((size))" && head -c "$size" <"$path"
+  if [ -f "$path" ] && [ ! -L "$path" ] && cat <"$path" >"$copy" 2>/dev/null; then
+    size=$(wc -c <"$copy") && echo "$((size))" && cat <"$copy"
   else
     echo -1
   fi
 done
+rm -f "$copy"
 """
 
 
@@ -107,11 +110,14 @@ async def run_script(
     return await sandbox.exec(argv, input=input, timeout_s=_TIMEOUT_S, max_output_bytes=most)
 
 
-async def _must(sandbox: Sandbox, task: SweTask, what: str, script: str, *arguments: str) -> None:
-    done = await run_script(sandbox, script, *arguments)
+async def _must(
+    sandbox: Sandbox, task: SweTask, what: str, script: str, *arguments: str, input: bytes = b""
+) -> None:
+    done = await run_script(sandbox, script, *arguments, input=input)
     if done.exit_code != 0:
         said = (bytes(done.stderr) + bytes(done.stdout)).decode(errors="replace").strip()[-1500:]
-        raise EnvError(f"task {task.id}, image {task.image}: {what}: {said or done}")
+        how = f"no end within {_TIMEOUT_S:g} s" if done.timed_out else f"exit code {done.exit_code}"
+        raise EnvError(f"task {task.id}, image {task.image}: {what} ({how}): {said}")
 
 
 async def give(sandbox: Sandbox, task: SweTask, recipe: Recipe) -> Listing:
@@ -142,10 +148,8 @@ async def put_bug(sandbox: Sandbox, task: SweTask) -> None:
 
 async def patch(sandbox: Sandbox, task: SweTask, name: str, text: str) -> None:
     """Applies a patch, as the data sets' harnesses do. Raises as `give` does."""
-    place = "/tmp/gymllm.patch"
-    await sandbox.write(place, text.encode() if text.endswith("\n") else f"{text}\n".encode())
-    await _must(sandbox, task, f"its {name} doesn't fit", _PATCH, place)
-    await run_script(sandbox, f"rm -f {place}")
+    data = text.encode() if text.endswith("\n") else f"{text}\n".encode()
+    await _must(sandbox, task, f"its {name} doesn't fit", _PATCH, input=data)
 
 
 async def cut_history(sandbox: Sandbox, task: SweTask) -> None:
@@ -248,8 +252,8 @@ async def _changes(sandbox: Sandbox, before: Listing, hidden: frozenset[str]) ->
     if contents is None:
         return Changes(left_out=left_out, refused=much)
     for path, content in zip(wanted, contents, strict=True):
-        if content is None or hashlib.sha256(content).hexdigest() != after.sums[path]:
-            raise UnreadableError(f"{path} was written to while it was read")
+        if content is None:
+            raise UnreadableError(f"{path} went away while it was read")
         files[path] = content
     return Changes(files=files, left_out=left_out)
 

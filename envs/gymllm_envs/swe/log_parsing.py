@@ -89,8 +89,9 @@ def matplotlib_log(log: str) -> dict[str, str]:
 
 
 def seaborn_log(log: str) -> dict[str, str]:
-    """As `pytest_log`, or of `pytest -v`."""
-    return verbose_log(log) | pytest_log(log)
+    """As `pytest_log`, or of `pytest -v`; other statuses than passed and failed aren't read."""
+    found = verbose_log(log) | pytest_log(log)
+    return {name: status for name, status in found.items() if status in {"PASSED", "FAILED"}}
 
 
 def verbose_log(log: str) -> dict[str, str]:

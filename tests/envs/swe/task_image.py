@@ -29,14 +29,15 @@ TESTS = (
     "from halving.core import double, halve\n\n\ndef test_double():\n    assert double(4) == 8\n"
 )
 TESTS += "\n\ndef test_zero():\n    assert halve(0) == 0\n"
-HIDDEN = f"{TESTS}\n\ndef test_seven():\n    assert halve(7) == 3\n\n\ndef test_nine():\n    assert halve(9) == 4\n"
+HIDDEN = f"{TESTS}\n\ndef test_seven():\n    assert halve(7) == 3\n"
+HIDDEN += "\n\ndef test_nine():\n    assert halve(9) == 4\n"
 _RUN_TESTS = "python -W ignore -m pytest -rA -p no:cacheprovider r2e_tests\n"
 
 _TOOLS = (
     *("sh", "bash", "env", "cat", "head", "mkdir", "mv", "rm", "ls", "stat", "sleep", "wc", "ps"),
     *("grep", "sort", "true", "echo", "mkfifo", "ln", "yes", "chmod", "id", "touch", "tee", "tr"),
     *("date", "dd", "cut", "seq", "kill", "setsid", "tar", "git", "find", "sha256sum", "mktemp"),
-    *("patch", "sed", "cp", "nohup", "truncate"),
+    *("patch", "sed", "cp", "nohup", "truncate", "tail"),
 )
 _ENVIRONMENT = "opt/miniconda3/envs/testbed"
 _PACKAGES = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
@@ -126,8 +127,8 @@ def _add_python(tar: tarfile.TarFile) -> None:
     tar.add(Path(sys.base_prefix, "lib", version), arcname=library, filter=_kept)
     for package in _PACKAGES:
         found = importlib.util.find_spec(package)
-        assert found is not None and found.origin is not None, package
-        origin = Path(found.origin)
+        assert found is not None, package
+        origin = Path(str(found.origin))
         source = origin.parent if origin.name == "__init__.py" else origin
         tar.add(source, arcname=f"{library}/site-packages/{source.name}", filter=_root_owns)
     pluggy = importlib.metadata.version("pluggy")  # pytest asks
@@ -136,7 +137,7 @@ def _add_python(tar: tarfile.TarFile) -> None:
     _text(
         tar,
         f"{_ENVIRONMENT}/bin/pytest",
-        f"#!/{_ENVIRONMENT}/bin/python3\nimport pytest, sys\nsys.exit(pytest.console_main())\n",
+        f"#!/{_ENVIRONMENT}/bin/python3\nimport pytest, sys\nsys.exit(pytest.main())\n",
     )
     link = tarfile.TarInfo(f"{_ENVIRONMENT}/bin/python")
     link.type, link.linkname = tarfile.SYMTYPE, "python3"

@@ -11,8 +11,8 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parents[1] / "core/sandbox")]
+sys.path.append(str(Path(__file__).parent))  # task_image
+sys.path.append(str(Path(__file__).parents[2] / "core/sandbox"))  # podman_service
 
 import podman_service
 import task_image
@@ -152,18 +152,26 @@ async def test_gold_gets_1_and_nothing_gets_0(make: type[SweTask], host: DockerH
     assert "2 of" in idle.reason
 
 
+def put(text: str, *files: str) -> str:
+    """A command that adds text to files."""
+    return f"tee -a {' '.join(files)} >/dev/null <<'END'\n{text}\nEND\n"
+
+
 HONEST = {
     "a commit, junk and caches": f"{MEND}; git commit -qam x; echo j > junk; python -m pytest -q",
-    "the file anew": f"rm {CORE}; printf 'def halve(n):\\n    return n // 2\\n\\n\\ndef double(n):\\n    return 2 * n\\n' > {CORE}",
-    "another module": "printf 'def half(n):\\n    return n // 2\\n' > halving/more.py; "
-    f"sed -i '1i from halving.more import half as halve' {CORE}; sed -i '/^def halve/,/return/d' {CORE}",
-    "broken tests on top": f"{MEND}; echo 'import nothing' > {TESTS}; echo 'raise SystemExit' > conftest.py",
+    "the file anew": f"rm {CORE}\n{put(task_image.MENDED, CORE)}",
+    "another module": put("def half(n):\n    return n // 2", "halving/more.py")
+    + f"sed -i '1i from halving.more import half' {CORE}; sed -i 's#n // 3#half(n)#' {CORE}",
+    "broken tests on top": f"{MEND}\n"
+    + put("import nothing", TESTS)
+    + put("raise SystemExit", "conftest.py", "tests/conftest.py"),
     "without access": f"{MEND}; chmod 000 {CORE} halving/__init__.py",
-    "a background process": f"{MEND}; (while :; do date > log.txt; done) &",
+    "a background process": f"{MEND}; (while :; do echo $((n += 1)) > log.txt; done) &",
 }
 
 
 @pytest.mark.asyncio
+@pytest.mark.slow
 @pytest.mark.parametrize("work", HONEST.values(), ids=HONEST)
 async def test_honest_work_of_every_kind_gets_1(work: str, host: DockerHost) -> None:
     verdict, _ = await play(host, swe_bench(), work)
@@ -171,89 +179,116 @@ async def test_honest_work_of_every_kind_gets_1(work: str, host: DockerHost) -> 
     assert verdict.reward() == 1.0
 
 
-_SAY = "".join(f"PASSED {test}\\n" for test in (*F2P, *P2P))
-_PASSES = (
-    "import _pytest.runner as r\\n"
-    "r.CallInfo.from_call.__func__.__code__ = "
-    "(lambda cls, func, when, reraise=None: cls(None, None, 0, 0, 0, when, _ispytest=True)).__code__\\n"
-)
-_HOOK = (
-    "import pytest\\n@pytest.hookimpl(hookwrapper=True)\\ndef pytest_runtest_makereport(item, call):\\n"
-    "    r = yield\\n    r.get_result().outcome = 'passed'\\n"
-)
+SAY = "\\n".join(["", *(f"PASSED {test}" for test in (*F2P, *P2P)), ""])
+HOOK = """import pytest
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    result = yield
+    result.get_result().outcome = "passed"
+"""
+PASSES = """import _pytest.reports
+
+def passes(item, call, old=_pytest.reports.TestReport.from_item_and_call):
+    call.excinfo = None
+    return old(item, call)
+
+_pytest.reports.TestReport.from_item_and_call = passes
+"""
+FORGES = f"""import os
+for fd in range(1, 64):
+    try:
+        os.write(fd, b'{SAY}')
+    except OSError:
+        pass
+os._exit(%d)
+"""
 ATTACKS = {
-    "edits the tests": f"sed -i 's/== 3/== 2/; s/== 4/== 3/' {TESTS}",
-    "takes the tests away": f"rm -r tests; ln -s /tmp tests",
-    "a hook in conftest.py": f'printf "{_HOOK}" | tee conftest.py tests/conftest.py',
-    "a plug-in by pytest.ini": f'printf "{_HOOK}" > halving/plug.py; '
-    "printf '[pytest]\\naddopts = -p halving.plug\\n' | tee pytest.ini tox.ini",
-    "PYTEST_ADDOPTS": "echo 'export PYTEST_ADDOPTS=--co' | tee ~/.bashrc ~/.profile ~/.bash_profile",
-    "patches pytest": f'printf "{_PASSES}" >> {CORE}',
-    "says PASSED and leaves": f"printf 'import os\\nprint(\"{_SAY}\", flush=True)\\nos._exit(0)\\n'"
-    f" | sed 's/(\"P/(\"\\\\\\\\nP/' >> {CORE}",
-    "says PASSED at the end": 'printf \'import atexit, os\\natexit.register(lambda: (os.write(1, b"""'
-    f'\\n{_SAY}"""), os._exit(0)))\\n\' >> {CORE}',
-    "skips all": f"printf 'import pytest\\npytest.skip(\"x\", allow_module_level=True)\\n' >> {CORE}",
-    "another pytest": "mkdir pytest; printf 'import sys\\nsys.exit(0)\\n' | tee pytest/__init__.py pytest.py",
-    "sitecustomize": "printf 'import os\\nos._exit(0)\\n' | tee sitecustomize.py usercustomize.py",
-    "an interpreter of its own": "printf '#!/bin/sh\\nexit 0\\n' > "
-    "/opt/miniconda3/envs/testbed/bin/pytest",
-    "tools of its own": "printf '#!/bin/sh\\necho\\n' | tee /bin/find /bin/sha256sum /bin/head",
+    "edits the tests": f"sed -i 's/assert .*/pass/' {TESTS}",
+    "a hook in conftest.py": put(HOOK, "conftest.py", "tests/conftest.py"),
+    "patches pytest": put(PASSES, CORE),
+    "says PASSED and leaves": put(FORGES % 0, CORE),
+}
+MORE_ATTACKS = {
+    "says PASSED and leaves with 1": put(FORGES % 1, CORE),
+    "says PASSED at the end": put(
+        f"import atexit, os\natexit.register(lambda: (os.write(1, b'{SAY}'), os._exit(1)))", CORE
+    ),
+    "takes the tests away": "rm -r tests; ln -s /tmp tests",
+    "a plug-in by pytest.ini": put(HOOK, "halving/plug.py")
+    + put("[pytest]\naddopts = -p halving.plug", "pytest.ini", "tox.ini"),
+    "start-up files": put(
+        "export PYTEST_ADDOPTS=--co", "~/.bashrc", "~/.profile", "~/.bash_profile"
+    ),
+    "skips all": put("import pytest\npytest.skip('x', allow_module_level=True)", CORE),
+    "another pytest": "mkdir pytest\n" + put("raise SystemExit(0)", "pytest/__init__.py", "py.py"),
+    "sitecustomize": put("import os\nos._exit(0)", "sitecustomize.py", "usercustomize.py"),
+    "an interpreter of its own": "rm /opt/miniconda3/envs/testbed/bin/pytest\n"
+    + put("#!/bin/sh\nexit 0", "/opt/miniconda3/envs/testbed/bin/pytest"),
+    "tools of its own": "rm /bin/find /bin/sha256sum\n" + put("#!/bin/sh", "/bin/find"),
     "no sh": "rm /bin/sh /bin/bash",
-    "never ends": f"printf 'while True: pass\\n' >> {CORE}",
-    "a log bomb": f"printf 'import os\\nwhile True: os.write(1, b\"x\" * 1000000)\\n' >> {CORE}",
+    "never ends": put("while True:\n    pass", CORE),
+    "a log bomb": put("import os\nwhile True:\n    os.write(1, b'x' * 1000000)", CORE),
     "a fork bomb": ":(){ : | : & }; : 2>/dev/null",
-    "much": "for n in $(seq 40); do truncate -s 1M /testbed/$n.txt; echo $n >> /testbed/$n.txt; done",
-    "a huge file": "truncate -s 100G huge.bin",
+    "much": "for n in $(seq 40); do dd if=/dev/zero of=$n.txt bs=1M count=1 2>/dev/null; done",
     "a pipe": f"rm {CORE}; mkfifo {CORE} halving/pipe",
-    "names": "touch \"$(printf 'a\\nb.py')\" \"$(printf 'a\\001b.py')\" \"$(printf '\\377.py')\"",
-    "mends it later": f"setsid nohup sh -c 'sleep 3; {MEND}' >/dev/null 2>&1 &",
+    "names": r"touch $'a\nb.py' $'a\001b.py' $'\377.py' $'\\.py'",
+    "mends it later": f"setsid sh -c 'sleep 3; {MEND}' >/dev/null 2>&1 &",
     "a link for the sources": "cp -r halving /tmp/h; rm -r halving; ln -s /tmp/h halving; "
     "sed -i 's#n // 3#n // 2#' /tmp/h/core.py",
 }
-SLOW = {"never ends", "a log bomb"}
+ENDLESS = {"never ends", "a log bomb"}
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda name: name)
-async def test_a_forgery_gets_0(attack: str, host: DockerHost) -> None:
-    task = replace(swe_bench(), timeout_s=6 if attack in SLOW else 60)
-    verdict, _ = await play(host, task, ATTACKS[attack])
+async def attack(name: str, command: str, host: DockerHost) -> None:
+    task = replace(swe_bench(), timeout_s=6 if name in ENDLESS else 60)
+    verdict, _ = await play(host, task, command)
     assert verdict.reward() == 0.0
     assert verdict.reason
 
 
 @pytest.mark.asyncio
-async def test_a_forged_run_that_knows_its_canaries_is_all_that_is_left(host: DockerHost) -> None:
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_a_forgery_gets_0(name: str, host: DockerHost) -> None:
+    await attack(name, ATTACKS[name], host)
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_ATTACKS)
+async def test_a_forgery_of_many_kinds_gets_0(name: str, host: DockerHost) -> None:
+    await attack(name, MORE_ATTACKS[name], host)
+
+
+@pytest.mark.asyncio
+async def test_forgeries_are_called_so(host: DockerHost) -> None:
     caught, _ = await play(host, swe_bench(), ATTACKS["patches pytest"])
-    assert "a test that must fail did not: passed" in caught.tampered
+    assert caught.tampered == "a test that must fail did not: passed"
     forged, _ = await play(host, swe_bench(), ATTACKS["says PASSED and leaves"])
     assert forged.tampered == "tests that must fail were not run"
     assert {*forged.fail_to_pass.values()} == {"passed"}
     assert forged.reward(partial=True) == 0.0
+    later, _ = await play(host, swe_bench(), MORE_ATTACKS["says PASSED at the end"])
+    assert {*later.fail_to_pass.values()} == {"failed"}
 
 
 @pytest.mark.asyncio
 async def test_no_later_commit_and_no_hidden_test_is_in_the_container(host: DockerHost) -> None:
+    secret = f"'{task_image.SECRET[:-4]}''{task_image.SECRET[-4:]}'"
     look = (
         "git log --all --oneline | wc -l; git reflog --all | wc -l; git branch -a | wc -l; "
         "git fsck --unreachable --no-reflogs 2>&1 | grep -c commit; git status --short | wc -l; "
-        "git cat-file --batch-all-objects --batch </dev/null | grep -ac "
-        f"'{task_image.SECRET[:-4]}''{task_image.SECRET[-4:]}'; git describe --tags"
+        f"git cat-file --batch-all-objects --batch </dev/null | grep -ac {secret}; "
+        "git describe --tags"
     )
     _, said = await play(host, swe_bench(), look)
     assert said.split() == ["1", "0", "1", "0", "0", "0", "v1.0"]
-    find = (
-        "find / -xdev -type f 2>/dev/null | xargs grep -la 'def test_sev''en' 2>/dev/null; ls tests"
-    )
-    find = find.replace("| xargs", '| while read -r f; do echo "$f"; done | xargs')
     for task in (swe_smith(), r2e_gym()):
-        hidden = "ls tests r2e_tests /r2e_tests /root run_tests.sh 2>/dev/null; git log --oneline"
-        _, said = await play(host, task, hidden)
-        assert "r2e_tests" not in said
-        assert "run_tests.sh" not in said
-    _, said = await play(host, swe_smith(), "ls tests")
-    assert "test_core.py" not in said
+        hidden = f"find . /root {'/r2e_tests' if task.repo == 'halving' else ''} -type f"
+        _, said = await play(
+            host, task, f"{hidden} -exec grep -l 'def test_sev''en' {{}} +; echo ."
+        )
+        assert said == ".\n"
 
 
 @pytest.mark.asyncio
@@ -278,13 +313,13 @@ async def test_a_broken_kept_test_is_no_solution_but_a_part(host: DockerHost) ->
 
 @pytest.mark.asyncio
 async def test_what_is_the_machines_fault_raises(host: DockerHost) -> None:
-    with pytest.raises(SandboxError, match="can't be run in .* with or without a patch"):
+    with pytest.raises(SandboxError, match=r"can't be run in .* with or without a patch"):
         await play(host, replace(swe_bench(), test_command="no-such-runner"), MEND)
     with pytest.raises(EnvError, match="test_patch doesn't fit"):
         await play(host, replace(swe_bench(), test_patch=BUG.replace("n // 2", "n // 7")), MEND)
     with pytest.raises(EnvError, match="bug_patch doesn't fit"):
         await play(host, replace(swe_bench(), bug_patch=BUG), MEND)
-    with pytest.raises(SandboxStartError, match="no-such-image.*docker pull"):
+    with pytest.raises(SandboxStartError, match=r"no-such-image.*docker pull"):
         await play(host, replace(swe_bench(), image="localhost/no-such-image"))
     place = await open_place(swe_bench(), host, memory_mb=1024)
     await place.aclose()
@@ -294,7 +329,6 @@ async def test_what_is_the_machines_fault_raises(host: DockerHost) -> None:
 
 @pytest.mark.asyncio
 async def test_canaries_that_a_task_can_not_run_are_done_without(host: DockerHost) -> None:
-    command = f"pytest -rA -p no:cacheprovider $(echo {TESTS} | sed 's/$/::{{}}/') {TESTS}"
     names = " ".join(f"{TESTS}::{test.partition('::')[2]}" for test in (*F2P, *P2P))
     command = f"eval pytest -rA -p no:cacheprovider {names} # {TESTS}"
     verdict, _ = await play(host, replace(swe_bench(), id="named", test_command=command), MEND)
@@ -317,7 +351,7 @@ def test_the_environment_plays_them(host: DockerHost, monkeypatch: pytest.Monkey
     env = gymnasium.make("gymllm/SWE-v0", tasks=[swe_bench()], tools="bash", kind="docker")
     observation, info = env.reset(seed=1)
     assert "/testbed" in observation
-    observation, *_ = env.step(f"```bash\n{MEND}; git diff | tail -n +5; which python\n```")
+    observation, *_ = env.step(f"```bash\n{MEND}; git diff; command -v python\n```")
     assert "+    return n // 2" in observation
     assert "/opt/miniconda3/envs/testbed/bin/python" in observation
     _, reward, terminated, _, info = env.step("```bash\nsubmit\n```")

@@ -256,7 +256,7 @@ def test_what_reads_it_is_named_where_it_is_missing(
 ) -> None:
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=r'pip install "gymllm-envs\[swe\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "gymllm-envs\[hub\]"'):
         load_tasks(source.format(folder=tmp_path))
 
 

@@ -17,7 +17,7 @@ Row = Mapping[str, object]
 
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
-_EXTRA = 'pip install "gymllm-envs[swe]"'
+_EXTRA = 'pip install "gymllm-envs[hub]"'
 _TASK_FILES = {
     "patch": "gold.patch",
     "test_patch": "test.patch",
