@@ -535,6 +535,8 @@ async def _follow(response: web.WebSocketResponse, program: Program) -> Json:
                     await response.send_bytes(bytes([channel]) + data)
 
     await asyncio.gather(copy(1), copy(2))
+    if response.ws_protocol == V5 and not response.closed:
+        await response.send_bytes(b"\xff\1")  # this side may close its channels, too
     code = await program.exit_code()
     if never_ran:
         said = "OCI runtime exec failed: executable file not found in $PATH: unknown"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import shutil
+import socket
 import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 pytest.importorskip("kubernetes", reason='needs pip install "gymllm[kubernetes]"')
@@ -17,6 +19,7 @@ pytest.importorskip("aiohttp")
 
 from kubernetes_fixtures import cluster, host, no_traces, run, running, told
 from kubernetes_server import TOKEN, V4, V5, FakeCluster, Refusal
+from websocket import WebSocket
 
 from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox.kubernetes import KubernetesHost
@@ -212,6 +215,103 @@ async def test_cancelled_while_it_connects(cluster: FakeCluster, host: Kubernete
                 await pod.open(["true"])
             assert limit.cancelled_caught
             cluster.refusals.clear()
+
+
+def _connected() -> tuple[PodProcess, socket.socket]:
+    ours, theirs = socket.socketpair()
+    opened = WebSocket()
+    opened.sock = ours
+    return PodProcess(opened, "pod"), theirs
+
+
+def _frame(opcode: int, data: bytes, *, last: bool = True) -> bytes:
+    """As a server sends it: not masked."""
+    size = len(data)
+    if size < 126:
+        head = bytes([size])
+    else:
+        head = b"\x7e" + size.to_bytes(2) if size < 1 << 16 else b"\x7f" + size.to_bytes(8)
+    return bytes([opcode | (0x80 if last else 0)]) + head + data
+
+
+async def test_frames_in_any_pieces() -> None:
+    stream, server = _connected()
+    sent = (
+        _frame(2, b"\1")
+        + _frame(2, b"\1be", last=False)
+        + _frame(9, b"are you there")
+        + _frame(0, b"gun", last=True)
+        + _frame(1, b"\2as text")
+        + _frame(2, b"\1" + b"x" * 70_000)
+        + _frame(2, b"\xff\1")
+        + _frame(2, b'\3{"status":"Success"}')
+    )
+    rng = random.Random(0)
+    with server:
+        async with anyio.create_task_group() as tasks:
+
+            async def send() -> None:
+                rest = sent
+                while rest:
+                    size = rng.choice([1, 1, 2, 3, 50_000])
+                    await anyio.wait_writable(server)
+                    server.sendall(rest[:size])
+                    rest = rest[size:]
+                    await anyio.lowlevel.checkpoint()
+
+            tasks.start_soon(send)
+            assert await stream.receive() == (1, b"begun")
+            assert await stream.receive() == (2, b"as text")
+            assert await stream.receive() == (1, b"x" * 70_000)
+            assert await stream.receive() is None
+        assert await stream.exit_code() == 0
+        server.setblocking(False)
+        pong = server.recv(1000)
+        assert (pong[0], pong[1]) == (0x8A, 0x80 | len(b"are you there"))
+        await stream.aclose()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"\x82\x81maskx",
+        b"\xf2\x01\x01",
+        b"\x82\x7f" + b"\xff" * 8,
+        _frame(8, b""),
+        b"\x82\x05\1cut",
+        b"",
+    ],
+)
+async def test_a_server_that_speaks_nonsense_or_goes_is_the_end(nonsense: bytes) -> None:
+    stream, server = _connected()
+    server.sendall(nonsense)
+    server.close()
+    assert await stream.receive() is None
+    assert await stream.exit_code() is None
+    await stream.aclose()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "complaint"),
+    [
+        (b"no json", None, b"no json\n"),
+        (b'{"status":"Failure","message":"OOM killed"}', 126, b"OOM killed\n"),
+        (b'{"status":"Failure","message":"stat /x: no such file or directory"}', 127, None),
+        (
+            b'{"status":"Failure","reason":"NonZeroExitCode",'
+            b'"details":{"causes":[{"reason":"ExitCode","message":"42"}]}}',
+            42,
+            b"",
+        ),
+    ],
+)
+async def test_what_a_status_says(status: bytes, code: int | None, complaint: bytes | None) -> None:
+    stream, server = _connected()
+    with server:
+        server.sendall(_frame(2, b"\3" + status))
+        _, err, ended = await told(stream)
+    assert ended == code
+    assert complaint is None or err == complaint
 
 
 @pytest.fixture(scope="module")
