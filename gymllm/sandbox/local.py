@@ -122,7 +122,7 @@ class LocalSandbox:
     ) -> LocalShell:
         shell = LocalShell(self, self.request("shell", cwd=cwd, env=env))
         await shell.restart()
-        self._shells = [old for old in self._shells if old.alive] + [shell]
+        self._shells = [old for old in self._shells if old.is_open] + [shell]
         return shell
 
     async def terminal(
@@ -137,7 +137,7 @@ class LocalSandbox:
         request = self.request("terminal", cwd=cwd, env={"TERM": "linux", **(env or {})})
         terminal = LocalTerminal(self)
         await terminal.start(request | {"size": window_size(columns, rows)}, argv)
-        self._shells = [old for old in self._shells if old.alive] + [terminal]
+        self._shells = [old for old in self._shells if old.is_open] + [terminal]
         return terminal
 
     async def read(self, path: str, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -155,13 +155,21 @@ class LocalSandbox:
             )
         ]
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, *, max_bytes: int | None = None) -> Snapshot:
         running = self._live()
         layer = running.state.unique("layers")
         seen = running.launch.tree
         if running.launch.gated:  # its own mount namespace
             seen = Path(f"/proc/{running.process.pid}/root") / str(seen).lstrip("/")
-        await anyio.to_thread.run_sync(copy_layer, seen, layer)
+        try:
+            copy = functools.partial(copy_layer, seen, layer, max_bytes=max_bytes)
+            await anyio.to_thread.run_sync(copy)
+        except OSError as problem:
+            await anyio.to_thread.run_sync(
+                functools.partial(shutil.rmtree, layer, ignore_errors=True)
+            )
+            what = f"no snapshot: {problem.strerror}"
+            raise SandboxFileError(problem.errno or errno.EIO, what, str(seen)) from problem
         if self._kind != "local":  # the whole tree, not what changed
             return Snapshot(base=layer, layers=(), owned=layer)
         layers = (*self._current.layers, layer)

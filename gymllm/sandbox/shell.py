@@ -75,6 +75,11 @@ class LocalShell:
     def alive(self) -> bool:
         return self._job is not None and self._sandbox.alive
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds descriptors."""
+        return self._job is not None
+
     async def restart(self) -> None:
         self.forget()
         async with self._lock:

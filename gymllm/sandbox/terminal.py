@@ -83,6 +83,11 @@ class LocalTerminal:
         return self._job is not None and not self._ended and self._sandbox.alive
 
     @property
+    def is_open(self) -> bool:
+        """Whether it holds descriptors, also when its program has ended."""
+        return self._job is not None
+
+    @property
     def exit_code(self) -> int | None:
         self._hear()
         return self._exit_code

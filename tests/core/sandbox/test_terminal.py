@@ -133,6 +133,16 @@ async def test_closing_kills_what_runs_on_it(base: Path, how: str) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+async def test_one_whose_program_has_ended_is_closed_with_its_sandbox(base: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    async with await open_sandbox(SandboxSpec(base=base)) as sandbox:
+        for _ in range(3):
+            terminal = await sandbox.terminal(["true"])
+            await terminal.receive(5)
+            assert not terminal.alive
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 async def test_cancelled_reads_lose_nothing_and_closing_ends_them(sandbox: LocalSandbox) -> None:
     terminal = await sandbox.terminal(["cat"])
     for _ in range(20):
