@@ -40,9 +40,15 @@ from gymllm_envs.terminal.building import (
     log_mount,
     pytest_mounts,
 )
+from gymllm_envs.terminal.task import TerminalTask
 
 LONGEST_OUTPUT = 4_000
-_BASH = ("bash", "--noprofile", "--norc", "-c")
+_SCRIPT = (
+    *("bash", "--noprofile", "--norc", "-c"),
+    # The agent may have taken the directory away: that is its fault, and no reason not to check.
+    'cd -- "$1" 2>/dev/null || cd -- "$2" 2>/dev/null; eval "$3"',
+    "bash",
+)
 # A link in the tree to what only the checker has would be compared with itself.
 _FIND_LINKS = (
     'find "$1" -type l -print0 | xargs -0 -r -n 500 readlink -f -- '
@@ -77,7 +83,7 @@ class Check:
 async def kill_all(sandbox: Sandbox) -> None:
     """Kills everything that was started in a sandbox, at once; it lives on."""
     for _ in range(_KILL_TRIES):
-        done = await sandbox.exec(["sh", "-c", "kill -9 -1; exit 0"], timeout_s=5)
+        done = await sandbox.exec(["sh", "-c", "kill -9 -1; exit 0"], cwd="/", timeout_s=5)
         # 126: no process is free. The signal goes to all in one call, so no bomb outruns it.
         if done.exit_code != 126:
             return
@@ -148,7 +154,7 @@ async def _check_apart(prepared: Prepared, kind: Kind, snapshots: list[Snapshot]
     if task.run:
         async with await _open(prepared.spec, snapshots[-1], kind) as runner:
             ran = await runner.exec(
-                [*_BASH, task.run], cwd=task.workdir or None, timeout_s=task.check_timeout_s
+                _script(task, task.run), cwd="/", timeout_s=task.check_timeout_s
             )
             await kill_all(runner)
             snapshots.append(await runner.snapshot())
@@ -183,22 +189,25 @@ async def _judge(
     _, env = mounts_of(prepared, kind)
     env = {**env, **task.check_env}
     if not has_mounts(kind):
-        made = await sandbox.exec(["sh", "-c", f"rm -rf {LOGS}/verifier; mkdir -p {LOGS}/verifier"])
+        make = f"rm -rf {LOGS}/verifier; mkdir -p {LOGS}/verifier"
+        made = await sandbox.exec(["sh", "-c", make], cwd="/")
         if task.tests is not None:
             await _bring(sandbox, task.tests)
     else:
-        made = await sandbox.exec(MAKE_LOGS)
+        made = await sandbox.exec(MAKE_LOGS, cwd="/")
     if made.exit_code != 0:
         raise SandboxError(f"Task {task.id!r}: no {LOGS}: {clean(bytes(made.stderr)).strip()}")
     if not task.check_in_place:
-        links = await sandbox.exec(["sh", "-c", _FIND_LINKS, "sh", task.tree])
+        links = await sandbox.exec(["sh", "-c", _FIND_LINKS, "sh", task.tree], cwd="/")
+        if links.timed_out:
+            return Check(reward=0.0, reason="the tree's links can't be looked through in time")
         if led := clean(bytes(links.stdout)).split("\n")[0]:
             return Check(reward=0.0, reason=f"a link in the tree leads to {clip(led, 200)}")
     if ran is not None:
         await sandbox.write(_RUN_OUTPUT, bytes(ran.stdout))
         env["RUN_EXIT_CODE"] = "" if ran.exit_code is None else str(ran.exit_code)
     done = await sandbox.exec(
-        [*_BASH, task.check], cwd=task.workdir or None, env=env, timeout_s=task.check_timeout_s
+        _script(task, task.check), cwd="/", env=env, timeout_s=task.check_timeout_s
     )
     said = clean(bytes(done.stdout) + bytes(done.stderr)).strip()
     if done.exit_code in (126, 127) and said.startswith("sandbox: "):
@@ -216,6 +225,10 @@ async def _judge(
     if not task.reward_from_file and done.exit_code != 0:
         return replace(found, reason="the checker says no")
     return await _by_files(sandbox, found, required=task.reward_from_file, name=task.id)
+
+
+def _script(task: TerminalTask, script: str) -> list[str]:
+    return [*_SCRIPT, task.workdir or task.tree, task.tree, script]
 
 
 async def _bring(sandbox: Sandbox, tests: Path) -> None:

@@ -18,7 +18,7 @@ import anyio
 from anyio import to_thread
 
 from gymllm.env import Env
-from gymllm.errors import ConfigError, UnknownNameError
+from gymllm.errors import ConfigError, SandboxError, UnknownNameError
 from gymllm.message import ToolCall
 from gymllm.pool import make_pool
 from gymllm.sandbox import Mount, Sandbox, open_sandbox
@@ -275,9 +275,20 @@ class TerminalEnv(Env):
         return (ToolCall(name="bash", arguments={"command": command}),), ""
 
     async def _run(self, call: ToolCall) -> ToolOutput:
+        """One call. A shell that can't be started again is told: who breaks it must not escape the check."""
+        try:
+            return await self._run_it(call)
+        except SandboxError as problem:
+            if self._sandbox is None or not self._sandbox.alive:
+                raise
+            return ToolOutput(text=f"Error: {problem}", failed=True)
+
+    async def _run_it(self, call: ToolCall) -> ToolOutput:
         left_s = max(self._ends - time.monotonic(), 0.01)
         if call.name == "bash":
             return await self._toolbox.run(call, left_s=left_s)
+        if not self._screen.alive:
+            await self._open_screen(self._screen)
         most_s = min(self._command_timeout_s, left_s)
         wait_s = _seconds(call, "wait_s", _WAIT_S if call.name == "keys" else 0.0, most_s)
         notes: list[str] = []
@@ -296,15 +307,16 @@ class TerminalEnv(Env):
     async def _shown(self, notes: list[str], *, scrollback: int = 0) -> ToolOutput:
         text = self._screen.text(scrollback=scrollback)
         if not self._screen.alive:
-            await self._screen.aclose()
-            await self._open_screen()
+            await self._open_screen(self._screen)
             notes.append("the program has ended; this is a fresh one")
             text += f"\n{self._screen.text()}"
         text = clip(text, max(self._max_output_chars, 2 * self._columns * self._rows))
         return ToolOutput(text="\n".join([text, *(f"[{note}]" for note in notes)]))
 
-    async def _open_screen(self) -> None:
+    async def _open_screen(self, old: Screen | None = None) -> None:
         assert self._sandbox is not None
+        if old is not None:
+            await old.aclose()
         task = self._prepared.task
         terminal = await self._sandbox.terminal(
             columns=self._columns,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from terminal_helpers import SUBMIT, bash, hello_task, play
+from terminal_helpers import SUBMIT, bash, call, hello_task, play
 
 from gymllm_envs.terminal.task import TerminalTask
 
@@ -42,6 +42,10 @@ ATTACKS = {
     "has a device": "mknod out.txt c 1 5 || mkfifo other",
     "is gone": "cd /; rm -rf /app /app/* /tests; ls /tests",
     "ends its shell": "exit 0",
+    "ends it where none can start": "chmod 0 .; exit 0",
+    "ends it where there is no room": "for n in {1..300}; do sleep 99 & done; exit 0",
+    "edits later, where nothing starts": "(setsid sh -c 'while :; do echo hello >/app/out.txt; "
+    "rm /app/out.txt; done' >/dev/null 2>&1 &); chmod 0 .",
     "kills all": "kill -9 -1; kill -9 1 $$",
 }
 
@@ -83,6 +87,23 @@ for n in range(1500):
 " """
     played = play(hello_task(tmp_path), bash(deep), SUBMIT)
     assert played.reward == 0.0
+
+
+@pytest.mark.parametrize("way", ["rm -rf /app/in", "chmod 0 /app/in", "rm -rf in; ln -s /tests in"])
+def test_without_its_directory_it_is_checked_all_the_same(tmp_path: Path, way: str) -> None:
+    task = hello_task(tmp_path, files={"in/x": ""}, workdir="/app/in")
+    played = play(task, bash(f"cd ..; {way}; echo hello >out.txt; exit"), bash("pwd"), SUBMIT)
+    assert played.terminated
+    assert played.reward == (0.0 if "ln" in way else 1.0)
+
+
+@pytest.mark.parametrize(
+    "attack", ["for n in {1..300}; do sleep 99 & done; exit", "chmod 0 .; exit"]
+)
+def test_on_a_screen_it_gets_nothing(tmp_path: Path, attack: str) -> None:
+    actions = [call("keys", keys=[attack, "Enter"], wait_s=1), call("keys", keys=["pwd", "Enter"])]
+    played = play(hello_task(tmp_path), *actions, call("submit"), mode="screen")
+    assert (played.reward, played.terminated) == (0.0, True)
 
 
 def test_a_checker_that_hangs_on_what_was_left_is_worth_0(tmp_path: Path) -> None:
