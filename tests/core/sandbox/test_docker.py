@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
-import docker
 import pytest
 from podman_service import EMPTY_IMAGE, IMAGE, PLAIN_IMAGE
 from sandbox_helpers import processes_with
@@ -28,6 +27,7 @@ from gymllm.errors import (
 from gymllm.sandbox import Mount, Sandbox, SandboxPool, SandboxSpec, open_sandbox
 from gymllm.sandbox.docker import MACHINE, DockerHost, machine_name
 
+docker = pytest.importorskip("docker", reason='needs pip install "gymllm[docker]"')
 pytestmark = pytest.mark.asyncio
 
 SPEC = SandboxSpec(image=IMAGE, memory_mb=128, file_mb=16, pids=64)
