@@ -35,8 +35,8 @@ class Canaries:
     """A test file with canaries in it."""
 
     source: str
-    names: tuple[str, ...]
-    """pytest's names of those that must fail."""
+    names: Mapping[str, str]
+    """pytest's names of those that must fail; for copies of a test with its name, for plain ones with ""."""
     renamed: Mapping[str, str]
     """What real tests are called in it, where that isn't their name."""
 
@@ -62,20 +62,20 @@ def add_canaries(file: str, source: str, copied: Sequence[str], rng: random.Rand
 
     text, names = _rewritten(source, list(wanted), drawn, rng)
     renamed: dict[str, str] = {}
-    canaries: list[str] = []
+    canaries: dict[str, str] = {}
     for function, tests in wanted.items():
         real, *others = names.get(function, [function[-1]])
         for test in tests:
             renamed[test] = _called(test, real)
-            canaries += [_called(test, other) for other in others]
+            canaries |= {_called(test, other): test for other in others}
     if text and not text.endswith("\n"):
         text += "\n"
     existing = re.findall(r"^def (test_\w+)", source, re.MULTILINE) or ["test_result"]
     for make in rng.sample(_PLAIN, len(_PLAIN)):
         body, suffix = make(_name(rng, rng.choice(existing), taken), rng)
         text += body
-        canaries.append(f"{file}::{suffix}")
-    return Canaries(source=text, names=tuple(canaries), renamed=renamed)
+        canaries[f"{file}::{suffix}"] = ""
+    return Canaries(source=text, names=canaries, renamed=renamed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,16 +113,16 @@ async def grade(task: SweTask, changes: Changes, *, rng: random.Random | None = 
     rng = rng or random.SystemRandom()
     if changes.refused:
         run = _Run(results={}, messages={}, tampered="", ended=changes.refused)
-        return _verdict(task, changes, made, run, (), began)
+        return _verdict(task, changes, made, run, {}, began)
     layer: dict[str, bytes | None] = dict(changes.files)
-    names: list[str] = []
+    names: dict[str, str] = {}
     renamed: dict[str, str] = {}
     files = test_files(task)
     for file in files:
         copied = [test for test in task.canaries if test.partition("::")[0] == file]
         with_canaries = add_canaries(file, _source(task, made, file), copied, rng)
         layer[file] = with_canaries.source.encode()
-        names += with_canaries.names
+        names |= with_canaries.names
         renamed |= with_canaries.renamed
     called = _called(_all(task), renamed)
     run = await _run(task, made, layer, [*called.values(), *names])
@@ -164,20 +164,23 @@ def _verdict(
     changes: Changes,
     made: TaskTree,
     run: _Run,
-    canaries: Sequence[str],
+    canaries: Mapping[str, str],
     began: float,
 ) -> Verdict:
     f2p = {test: run.results.get(test, "missing") for test in task.fail_to_pass}
     p2p = {test: run.results.get(test, "missing") for test in task.pass_to_pass}
     tampered = run.tampered
-    # One that is missing says nothing: the graded code may have brought the file's import down.
-    if passed := [name for name in canaries if run.results.get(name) in {"passed", "skipped"}]:
-        tampered = tampered or f"a test that must fail did not: {run.results[passed[0]]}"
     everything = [*f2p.values(), *p2p.values()]
     all_passed = bool(everything) and all(result == "passed" for result in everything)
-    unproven = any(run.results.get(name) != "failed" for name in canaries)
-    if all_passed and unproven:
+    for name, original in canaries.items():
+        # A copy may pass where its test fails: with the fault, or another, the result is what it expects.
+        forged = not original or run.results.get(original) == "passed"
+        if forged and run.results.get(name) in {"passed", "skipped"}:
+            tampered = tampered or f"a test that must fail did not: {run.results[name]}"
+    if all_passed and any(run.results.get(name) != "failed" for name in canaries):
         tampered = tampered or "tests that must fail were not run"
+    # One that is missing says nothing of forgery: the graded code may have brought the file's import down.
+    unproven = any(run.results.get(name, "missing") == "missing" for name in canaries)
     reason = ""
     if changes.refused:
         reason = changes.refused

@@ -352,8 +352,8 @@ _ENDS = [
     code("sys.exit(0) at import", "import sys\nsys.exit(0)", FAILS),
     code("pytest.exit", "import pytest\npytest.exit('5 passed', returncode=0)", FAILS),
     code("a skip at import", "import pytest\npytest.skip('x', allow_module_level=True)", FAILS),
-    code("skips", "def chunks(items, size):\n    import pytest\n    pytest.skip('x')"),
-    code("xfail", "def chunks(items, size):\n    import pytest\n    pytest.xfail('x')"),
+    code("skips", "def chunks(items, size):\n    import pytest\n    pytest.skip('x')", FAILS),
+    code("xfail", "def chunks(items, size):\n    import pytest\n    pytest.xfail('x')", FAILS),
     code(
         "forged output",
         "import os\n"

@@ -86,6 +86,7 @@ def test_canaries_differ_from_their_tests_in_what_they_expect(seed: int) -> None
     names = {name.partition("[")[0].partition("::")[2] for name in made.names}
     assert names < set(after)
     assert not names & {name.partition("[")[0].partition("::")[2] for name in made.renamed.values()}
+    assert set(made.names.values()) == {*TESTS, ""}
     for stem in ("test_list_", "TestIt::test_method_"):
         like = bodies(made.source, stem)
         assert len(like) == len(set(like)) >= 2
@@ -106,7 +107,7 @@ def test_each_grading_draws_other_names_and_orders() -> None:
 
 def test_without_tests_there_are_plain_canaries() -> None:
     made = add_canaries("t.py", "x = 1", (), random.Random(0))
-    assert len(made.names) == 4
+    assert list(made.names.values()) == [""] * 4
     assert made.renamed == {}
     assert made.source.startswith("x = 1\n")
 

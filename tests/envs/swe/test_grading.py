@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import re
 from dataclasses import replace
 
 import pytest
 from playing import bash, play
-from sample import MEND
+from sample import FAULTY, FILES, MEND
 
 from gymllm.errors import SandboxError
+from gymllm_envs.swe.canaries import add_canaries
 from gymllm_envs.swe.changes import Changes
 from gymllm_envs.swe.grading import gold_changes, grade, working_canaries
 from gymllm_envs.swe.task import SweTask
@@ -59,3 +62,23 @@ async def test_refused_changes_are_not_run(task: SweTask) -> None:
     verdict = await grade(task, Changes(refused="too much"))
     assert (verdict.reason, verdict.reward(partial=True)) == ("too much", 0.0)
     assert set(verdict.fail_to_pass.values()) == {"missing"}
+
+
+async def test_a_wrong_result_that_a_canary_expects_is_no_forgery(task: SweTask) -> None:
+    """Copies may pass where their test fails; both passing is another matter."""
+    file = "tests/test_chunks.py"
+    copied = [test for test in task.canaries if test.startswith(file)]
+    for seed in range(50):  # until a copy expects another last number
+        drawn = add_canaries(file, FILES[file], copied, random.Random(seed)).source
+        others = set(re.findall(r"\[\[1, 2\], \[(\d+)\]\]", drawn)) - {"3"}
+        if others:
+            break
+    text = FAULTY.replace(
+        "    stop", f"    if len(items) == 3:\n        return [[1, 2], [{min(others)}]]\n    stop"
+    )
+    text = text.replace("len(items) - 1", "len(items)")
+    changes = Changes(files={"src/sample/chunks.py": text.encode()})
+    verdict = await grade(task, changes, rng=random.Random(seed))
+    assert not verdict.resolved
+    assert (verdict.tampered, verdict.unproven) == ("", False)
+    assert verdict.reward(partial=True) > 0
