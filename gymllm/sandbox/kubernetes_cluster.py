@@ -84,6 +84,8 @@ class Cluster:
         self.watch = PodWatch(lambda: _Source(self))
         self.no_policy = ""
         """Why there is no network policy; empty if there is one."""
+        self.left: set[str] = set()
+        """Pods of ours that could not be deleted when they should have been."""
         self._once = anyio.Lock()
         self._prepared = False
         self._turns: dict[str, anyio.CapacityLimiter] = {}
@@ -179,6 +181,18 @@ class Cluster:
                     ) from error
                 await self._make_policy()
                 self._prepared = True
+
+    async def delete_left(self) -> None:
+        """Tries again to delete what is left."""
+        while self.left:
+            name = self.left.pop()
+            try:
+                await self.delete(name)
+            except BaseException as error:
+                self.left.add(name)
+                if isinstance(error, ApiError):
+                    return
+                raise
 
     async def reap(self) -> list[str]:
         """Removes what was left behind; its names. Doesn't wait until they are gone."""
@@ -285,4 +299,5 @@ async def cluster_of(host: KubernetesHost) -> Cluster:
         made = await anyio.to_thread.run_sync(Cluster, host)
         cluster = known.setdefault(host, made)
     await cluster.prepare()
+    await cluster.delete_left()
     return cluster

@@ -69,10 +69,12 @@ class PodContainer:
                 try:
                     await remove(self._cluster, self.name, self._pod.uid)
                 except ApiError as error:
+                    self._cluster.left.add(self.name)
                     raise SandboxError(
-                        f"Pod {self.name} could not be deleted: {error}. It ends by itself at its "
-                        "deadline, and is removed by a later start."
+                        f"Pod {self.name} could not be deleted: {error}. Later starts try again; at its "
+                        "deadline it ends by itself."
                     ) from error
+                self._cluster.left.discard(self.name)
             self._removed = True
 
     async def _why_gone(self) -> str | None:
@@ -142,11 +144,11 @@ async def remove(cluster: Cluster, name: str, uid: str = "") -> None:
 
 
 async def _forget(cluster: Cluster, name: str) -> None:
-    """Deletes what a start may have made; what can't be deleted now is left to the next start."""
+    """Deletes what a start may have made; what can't be deleted now is left to later starts."""
     try:
         await remove(cluster, name)
     except ApiError:
-        return
+        cluster.left.add(name)
 
 
 async def _create(cluster: Cluster, name: str, spec: SandboxSpec) -> None:

@@ -366,14 +366,22 @@ async def test_a_dead_node_does_not_hold_up_the_end(
     assert not cluster.pods
 
 
-async def test_a_delete_that_is_forbidden_is_told(
+async def test_what_could_not_be_deleted_is_told_and_deleted_by_a_later_start(
     cluster: FakeCluster, host: KubernetesHost
 ) -> None:
+    cluster.forbidden.add(("delete", "pods"))
+    pod = await start_pod(SPEC, host)
+    with pytest.raises(SandboxError, match=r"cannot delete.*Later starts"):
+        await pod.remove()
+    cluster.bad_images["bad"] = ("ErrImagePull", "no such image")
+    with pytest.raises(SandboxStartError, match="no such image"):
+        await start_pod(replace(SPEC, image="bad"), host)
+    assert len(cluster.pods) == 2
+    cluster.forbidden.clear()
     async with running(host) as pod:
-        cluster.forbidden.add(("delete", "pods"))
-        with pytest.raises(SandboxError, match=r"cannot delete.*deadline"):
-            await pod.remove()
-        cluster.forbidden.clear()
+        with anyio.fail_after(5):
+            while cluster.names() != [pod.name]:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
 
 
 # What others have left
