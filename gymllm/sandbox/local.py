@@ -176,6 +176,8 @@ class LocalSandbox:
         return Snapshot(base=self._current.base, layers=layers, owned=layer)
 
     async def restore(self, snapshot: Snapshot) -> None:
+        if snapshot.image or snapshot.archive is not None:
+            raise ConfigError("A local sandbox can't be restored from a container's snapshot.")
         self._live()
         self._current = replace(self._current, base=snapshot.base, layers=snapshot.layers)
         await self._end()

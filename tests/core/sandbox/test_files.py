@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from sandbox_helpers import said
 
-from gymllm.errors import SandboxFileError
-from gymllm.sandbox import Mount, SandboxSpec, open_sandbox
+from gymllm.errors import ConfigError, SandboxFileError
+from gymllm.sandbox import Mount, SandboxSpec, Snapshot, open_sandbox
 from gymllm.sandbox.local import LocalSandbox
 
 pytestmark = pytest.mark.asyncio
@@ -131,6 +131,12 @@ async def test_snapshot_restore_and_fork(sandbox: LocalSandbox) -> None:
     spec = SandboxSpec(base=second.base, layers=second.layers)
     async with await open_sandbox(spec) as other:
         assert await said(other, "ls; stat -c %a pkg/c") == "l\np\npkg\nsecond\n755\n"
+
+
+async def test_a_snapshot_of_a_container_is_refused(sandbox: LocalSandbox) -> None:
+    with pytest.raises(ConfigError, match="container's snapshot"):
+        await sandbox.restore(Snapshot(base=None, image="x"))
+    assert await said(sandbox, "cat a.txt") == "from the base\n"
 
 
 async def test_layers_and_read_only_mounts(base: Path, tmp_path: Path) -> None:
