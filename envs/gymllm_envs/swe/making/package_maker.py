@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -105,7 +106,7 @@ class PackageMaker:
                 self._reach = await find_reach(sandbox)
                 self._candidates = self._find_candidates(sandbox, self._reach)
             while made < count and not self.exhausted:
-                batch = [c for c, _ in zip(self._candidates, range(_BATCH), strict=False)]
+                batch = list(itertools.islice(self._candidates, _BATCH))
                 self.exhausted = len(batch) < _BATCH
                 for attempt in await self._attempts(sandbox, self._reach, batch):
                     if made < count:  # the rest would be other tasks than one made later by itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -85,7 +86,7 @@ async def test_same_seed_same_tasks_and_later_ones_go_on(shapes: Package) -> Non
     (last,) = [t.extra["candidate"] for t in tasks[1:2]]
     assert isinstance(last, int)
     again = [a.task for a in await made_by(shapes, 1, first=last) if a.task]
-    assert again == tasks[2:]
+    assert [dataclasses.asdict(t) for t in again] == [dataclasses.asdict(t) for t in tasks[2:]]
 
 
 @pytest.mark.asyncio
