@@ -13,8 +13,12 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from sandbox_helpers import processes_with
+
+from gymllm.sandbox.state import is_alive, owner_name
 
 IMAGE = "localhost/gymllm-test"
 PLAIN_IMAGE = "localhost/gymllm-plain"
@@ -56,7 +60,11 @@ def why_not() -> str:
 @contextmanager
 def podman_service() -> Iterator[str]:
     """Its socket's address; kills and removes everything at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="gp-"))  # short: a socket's path is bounded
+    for old in Path(tempfile.gettempdir()).glob("gp-*-*-*"):  # of tests that were killed
+        if not is_alive("-".join(old.name.split("-")[1:3])):
+            _clear(old)
+    # Short: a socket's path is bounded.
+    folder = Path(tempfile.mkdtemp(prefix=f"gp-{owner_name(os.getpid())}-"))
     (folder / "containers.conf").write_text(_CONTAINERS_CONF)
     storage = f'[storage]\ndriver = "{{}}"\ngraphroot = "{folder}/root"\nrunroot = "{folder}/run"\n'
     env = {
@@ -99,8 +107,7 @@ def podman_service() -> Iterator[str]:
             os.killpg(service.pid, signal.SIGKILL)
             service.wait()
     finally:
-        _unmount_below(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear(folder)
 
 
 def make_images(address: str) -> None:
@@ -147,7 +154,14 @@ def _root_of(tools: tuple[str, ...]) -> bytes:
     return packed.getvalue()
 
 
-def _unmount_below(folder: Path) -> None:
+def _clear(folder: Path) -> None:
+    """Podman's monitors clean up a second after a container's end, and would mount it all again."""
+    while pids := processes_with(str(folder)):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
     mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     for path in sorted((path for path in mounted if path.startswith(f"{folder}/")), reverse=True):
         subprocess.run(["umount", "-l", path], check=False)
+    shutil.rmtree(folder, ignore_errors=True)
