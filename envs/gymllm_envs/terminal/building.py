@@ -37,7 +37,7 @@ LOGS = "/logs"
 TESTS = "/tests"
 _CONTEXT = "/mnt/context"
 _PYTEST = "/opt/gymllm/pytest"
-_PYTEST_PACKAGES = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
+_PYTEST_PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 # Under /logs, where checkers write. Links, for there are only a few places to write to.
 _LOG_FOLDERS = ("verifier", "agent", "artifacts")
 _LOG_TARGET = "/tmp/.logs"
@@ -96,7 +96,10 @@ async def prepare(task: TerminalTask, kind: Kind) -> Prepared:
     key = (os.getpid(), repr(kind), digest)
     async with locks.setdefault(digest + repr(kind), anyio.Lock()):
         if key not in _prepared:
-            _prepared[key] = await _make(task, kind)
+            made = await _make(task, kind)
+            if task.needs_pytest:
+                await _require_pytest(made, kind)
+            _prepared[key] = made
         return _prepared[key]
 
 
@@ -192,6 +195,19 @@ def _contexts(task: TerminalTask) -> tuple[Mount, ...]:
     )
 
 
+async def _require_pytest(prepared: Prepared, kind: Kind) -> None:
+    """Before anybody works on it: a pytest that doesn't start later is the agent's fault."""
+    mounts, env = pytest_mounts() if has_mounts(kind) else ((), {})
+    async with await open_sandbox(replace(prepared.spec, mounts=mounts), kind) as sandbox:
+        argv = ["python3", "-m", "pytest", "--version"]
+        done = await sandbox.exec(argv, cwd="/", env=env)
+    if done.exit_code != 0:
+        said = clip(clean(bytes(done.stdout) + bytes(done.stderr)).strip(), 1000)
+        raise ConfigError(
+            f"terminal task {prepared.task.id!r} needs pytest, which does not start: {said}"
+        )
+
+
 async def _copy(
     task: TerminalTask, sandbox: Sandbox, step: CopyStep, contexts: tuple[Mount, ...]
 ) -> None:
@@ -275,10 +291,11 @@ def pytest_mounts() -> tuple[tuple[Mount, ...], dict[str, str]]:
     mounts: list[Mount] = []
     for name in _PYTEST_PACKAGES:
         found = importlib.util.find_spec(name)
-        if found is None or not found.submodule_search_locations:
+        if found is None or found.origin is None:
             raise MissingExtraError(
                 'This task\'s tests run with pytest: pip install "gymllm-envs[terminal]".'
             )
-        folder = Path(next(iter(found.submodule_search_locations)))
-        mounts.append(Mount(source=folder, target=f"{_PYTEST}/{name}"))
+        source = Path(found.origin)
+        source = source.parent if source.name == "__init__.py" else source
+        mounts.append(Mount(source=source, target=f"{_PYTEST}/{source.name}"))
     return tuple(mounts), {"PYTHONPATH": _PYTEST}
