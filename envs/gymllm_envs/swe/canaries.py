@@ -39,6 +39,8 @@ class Canaries:
     """pytest's names of those that must fail; for copies of a test with its name, for plain ones with ""."""
     renamed: Mapping[str, str]
     """What real tests are called in it, where that isn't their name."""
+    guesses: int
+    """Of as many ways to take one of each test and its copies for the real one, one is right."""
 
 
 def add_canaries(file: str, source: str, copied: Sequence[str], rng: random.Random) -> Canaries:
@@ -63,8 +65,10 @@ def add_canaries(file: str, source: str, copied: Sequence[str], rng: random.Rand
     text, names = _rewritten(source, list(wanted), drawn, rng)
     renamed: dict[str, str] = {}
     canaries: dict[str, str] = {}
+    guesses = 1
     for function, tests in wanted.items():
         real, *others = names.get(function, [function[-1]])
+        guesses *= 1 + len(others)
         for test in tests:
             renamed[test] = _called(test, real)
             canaries |= {_called(test, other): test for other in others}
@@ -75,7 +79,7 @@ def add_canaries(file: str, source: str, copied: Sequence[str], rng: random.Rand
         body, suffix = make(_name(rng, rng.choice(existing), taken), rng)
         text += body
         canaries[f"{file}::{suffix}"] = ""
-    return Canaries(source=text, names=canaries, renamed=renamed)
+    return Canaries(source=text, names=canaries, renamed=renamed, guesses=guesses)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,8 @@ from gymllm_envs.swe.trees import WORKDIR, TaskTree, prepare
 INSIDE = "/opt/gymllm/grade"
 _MOST_REPORT_BYTES = 16 << 20
 _MORE_FOR_THE_JUDGE_S = 10
+_MANY_GUESSES = 27
+"""Where a guess has better odds, what is resolved is graded twice."""
 _LIMITS = {"memory_mb": 2048, "pids": 128, "file_mb": 256}
 
 
@@ -113,24 +115,35 @@ async def grade(task: SweTask, changes: Changes, *, rng: random.Random | None = 
     rng = rng or random.SystemRandom()
     if changes.refused:
         run = _Run(results={}, messages={}, tampered="", ended=changes.refused)
-        return _verdict(task, changes, made, run, {}, began)
+        return _verdict(task, changes, made, run, {})
+    verdict, guesses = await _graded(task, changes, made, rng)
+    if verdict.resolved and 1 < guesses < _MANY_GUESSES:
+        verdict, _ = await _graded(task, changes, made, rng)  # other names, copies and order
+    return replace(verdict, wall_s=time.monotonic() - began)
+
+
+async def _graded(
+    task: SweTask, changes: Changes, made: TaskTree, rng: random.Random
+) -> tuple[Verdict, int]:
+    """One run, and in how many ways a forger could have guessed which tests are the real ones."""
     layer: dict[str, bytes | None] = dict(changes.files)
     names: dict[str, str] = {}
     renamed: dict[str, str] = {}
-    files = test_files(task)
-    for file in files:
+    guesses = 1
+    for file in test_files(task):
         copied = [test for test in task.canaries if test.partition("::")[0] == file]
         with_canaries = add_canaries(file, _source(task, made, file), copied, rng)
         layer[file] = with_canaries.source.encode()
         names |= with_canaries.names
         renamed |= with_canaries.renamed
+        guesses *= with_canaries.guesses
     called = _called(_all(task), renamed)
     run = await _run(task, made, layer, [*called.values(), *names])
     results = {test: run.results.get(name, "missing") for test, name in called.items()}
     messages = {test: run.messages.get(name, "") for test, name in called.items()}
     of_canaries = {name: run.results.get(name, "missing") for name in names}
     run = replace(run, results=results | of_canaries, messages=messages)
-    return _verdict(task, changes, made, run, names, began)
+    return _verdict(task, changes, made, run, names), guesses
 
 
 def _called(tests: Sequence[str], renamed: Mapping[str, str]) -> dict[str, str]:
@@ -165,7 +178,6 @@ def _verdict(
     made: TaskTree,
     run: _Run,
     canaries: Mapping[str, str],
-    began: float,
 ) -> Verdict:
     f2p = {test: run.results.get(test, "missing") for test in task.fail_to_pass}
     p2p = {test: run.results.get(test, "missing") for test in task.pass_to_pass}
@@ -202,7 +214,6 @@ def _verdict(
         patch=patch_of(changes, made.given),
         left_out=changes.left_out,
         unproven=unproven,
-        wall_s=time.monotonic() - began,
     )
 
 

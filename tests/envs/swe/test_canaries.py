@@ -87,6 +87,7 @@ def test_canaries_differ_from_their_tests_in_what_they_expect(seed: int) -> None
     assert names < set(after)
     assert not names & {name.partition("[")[0].partition("::")[2] for name in made.renamed.values()}
     assert set(made.names.values()) == {*TESTS, ""}
+    assert 8 <= made.guesses <= 27
     for stem in ("test_list_", "TestIt::test_method_"):
         like = bodies(made.source, stem)
         assert len(like) == len(set(like)) >= 2
