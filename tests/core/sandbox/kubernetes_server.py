@@ -9,27 +9,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import ssl
 import threading
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from aiohttp import WSMsgType, web
-from kubernetes.client import ApiClient
-from kubernetes_kubelet import Container, Program
+from aiohttp import web
+from kubernetes_kubelet import Container
+from kubernetes_protocol import (
+    V4,
+    V5,
+    Json,
+    Refusal,
+    check_fields,
+    check_pod,
+    condition,
+    feed,
+    follow,
+    line,
+    now,
+    selected,
+)
 
-V5, V4 = "v5.channel.k8s.io", "v4.channel.k8s.io"
 TOKEN = "a-token"
-_LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-_QUANTITY = re.compile(r"[0-9.]+(m|Ki|Mi|Gi)?")
 _EVICTED = "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 0."
-Json = dict[str, Any]
 
 
 @dataclass
@@ -38,25 +45,6 @@ class Pod:
     container: Container | None = None
     kubelet: asyncio.Task[None] | None = None
     programs: set[asyncio.Task[None]] = field(default_factory=set)
-
-
-class Refusal(Exception):
-    def __init__(self, code: int, reason: str, message: str, after: str = "") -> None:
-        super().__init__(message)
-        self.code, self.reason, self.after = code, reason, after
-
-    def response(self) -> web.Response:
-        status = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "metadata": {},
-            "status": "Failure",
-            "message": str(self),
-            "reason": self.reason,
-            "code": self.code,
-        }
-        headers = {"Retry-After": self.after} if self.after else {}
-        return web.json_response(status, status=self.code, headers=headers)
 
 
 class FakeCluster:
@@ -259,7 +247,7 @@ class FakeCluster:
     async def _create(self, request: web.Request) -> web.Response:
         body: Json = await request.json()
         space, name = request.match_info["namespace"], body["metadata"]["name"]
-        _check_pod(body)
+        check_pod(body)
         if (space, name) in self.pods:
             raise Refusal(409, "AlreadyExists", f'pods "{name}" already exists')
         if self.quota is not None and len(self.pods) >= self.quota:
@@ -272,7 +260,7 @@ class FakeCluster:
         body["metadata"] |= {
             "namespace": space,
             "uid": str(uuid.uuid4()),
-            "creationTimestamp": _now(),
+            "creationTimestamp": now(),
         }
         body["status"] = {"phase": "Pending", "qosClass": "Guaranteed"}
         pod = self.pods[space, name] = Pod(body)
@@ -299,7 +287,7 @@ class FakeCluster:
         if grace == 0:
             await self._vanish(pod, 0)
         elif "deletionTimestamp" not in pod.body["metadata"]:
-            pod.body["metadata"]["deletionTimestamp"] = _now()
+            pod.body["metadata"]["deletionTimestamp"] = now()
             pod.body["metadata"]["deletionGracePeriodSeconds"] = grace
             self._changed("MODIFIED", pod)
             if not self.node_dead:
@@ -316,7 +304,7 @@ class FakeCluster:
         items = [
             pod.body
             for (where, _), pod in sorted(self.pods.items())
-            if where == space and _selected(pod.body, selector)
+            if where == space and selected(pod.body, selector)
         ]
         about = {"resourceVersion": str(self._version)}
         if limit := int(query.get("limit", 0)):
@@ -347,13 +335,13 @@ class FakeCluster:
                             "code": 410,
                             "message": f"too old resource version: {seen}",
                         }
-                        await response.write(_line({"type": "ERROR", "object": gone}))
+                        await response.write(line({"type": "ERROR", "object": gone}))
                         break
                     for version, kind, body in self._history:
                         if version > seen and body["metadata"]["namespace"] == space:
                             seen = version
-                            if _selected(body, selector):
-                                await response.write(_line({"type": kind, "object": body}))
+                            if selected(body, selector):
+                                await response.write(line({"type": kind, "object": body}))
                     woken.clear()
                     await woken.wait()
         except TimeoutError:
@@ -388,11 +376,11 @@ class FakeCluster:
         if self.no_room:
             said = "0/1 nodes are available: 1 Insufficient memory."
             body["status"]["conditions"] = [
-                _condition("PodScheduled", "False", "Unschedulable", said)
+                condition("PodScheduled", "False", "Unschedulable", said)
             ]
             self._changed("MODIFIED", pod)
             return
-        body["status"]["conditions"] = [_condition("PodScheduled", "True")]
+        body["status"]["conditions"] = [condition("PodScheduled", "True")]
         body["status"]["containerStatuses"] = [{"name": given["name"], "image": image, "state": {}}]
         self._state(pod, {"waiting": {"reason": "ContainerCreating"}})
         if image in self.bad_images:
@@ -405,7 +393,7 @@ class FakeCluster:
         command = [word.replace("$$", "$") for word in given["command"]]
         pod.container = Container(command, env, given["workingDir"])
         body["status"]["phase"] = "Running"
-        self._state(pod, {"running": {"startedAt": _now()}})
+        self._state(pod, {"running": {"startedAt": now()}})
         ends = asyncio.get_running_loop().time() + spec["activeDeadlineSeconds"]
         while (  # noqa: ASYNC110 - another process's doing
             pod.container.running() and asyncio.get_running_loop().time() < ends
@@ -417,7 +405,7 @@ class FakeCluster:
             return
         code = pod.container.process.returncode
         body["status"]["phase"] = "Failed" if code else "Succeeded"
-        ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": _now()}
+        ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now()}
         self._state(pod, {"terminated": ended})
 
     def _state(self, pod: Pod, state: Json) -> None:
@@ -473,9 +461,9 @@ class FakeCluster:
             await response.send_bytes(bytes([channel]))
         tty = request.query["tty"] == "true"
         program = await pod.container.start(argv, tty=tty)
-        task = asyncio.create_task(_feed(response, program))
+        task = asyncio.create_task(feed(response, program))
         try:
-            status = await _follow(response, program)
+            status = await follow(response, program)
             if not response.closed:
                 await response.send_bytes(b"\3" + json.dumps(status).encode())
                 await response.close()
@@ -503,95 +491,6 @@ class FakeCluster:
 
     async def _create_policy(self, request: web.Request) -> web.Response:
         body: Json = await request.json()
-        _check_fields(body, "V1NetworkPolicy")
+        check_fields(body, "V1NetworkPolicy")
         self.policies[request.match_info["namespace"], body["metadata"]["name"]] = body
         return web.json_response(body, status=201)
-
-
-async def _feed(response: web.WebSocketResponse, program: Program) -> None:
-    async for message in response:
-        if message.type is not WSMsgType.BINARY:
-            continue
-        channel, data = message.data[0], message.data[1:]
-        if channel == 0:
-            await program.write(data)
-        elif channel == 4:
-            program.resize(json.loads(data))
-        elif channel == 255 and response.ws_protocol == V5 and data == b"\0":
-            program.close_input()
-    program.close_input()
-
-
-async def _follow(response: web.WebSocketResponse, program: Program) -> Json:
-    never_ran = False
-
-    async def copy(channel: int) -> None:
-        nonlocal never_ran
-        while data := await program.read(channel):
-            if data.startswith(b"setsid: failed to execute"):
-                never_ran = True
-            elif not response.closed:
-                with contextlib.suppress(ConnectionError, RuntimeError):
-                    await response.send_bytes(bytes([channel]) + data)
-
-    await asyncio.gather(copy(1), copy(2))
-    if response.ws_protocol == V5 and not response.closed:
-        await response.send_bytes(b"\xff\1")  # this side may close its channels, too
-    code = await program.exit_code()
-    if never_ran:
-        said = "OCI runtime exec failed: executable file not found in $PATH: unknown"
-        return _status("InternalError", said, {})
-    if code == 0:
-        return {"metadata": {}, "status": "Success"}
-    said = f"command terminated with non-zero exit code: exit status {code}"
-    return _status(
-        "NonZeroExitCode", said, {"causes": [{"reason": "ExitCode", "message": str(code)}]}
-    )
-
-
-def _status(reason: str, message: str, details: Json) -> Json:
-    said = {"status": "Failure", "reason": reason, "message": message, "details": details}
-    return {"metadata": {}} | said
-
-
-def _check_fields(body: Json, kind: str) -> None:
-    """Strict, by the official client's own models: nothing unknown, nothing missing."""
-
-    class Given:
-        data = json.dumps(body)
-
-    made = ApiClient().deserialize(json.dumps(body), kind, "application/json")
-    back = ApiClient().sanitize_for_serialization(made)
-    if back != body:
-        raise Refusal(422, "Invalid", f"unknown fields: {body} is read as {back}")
-
-
-def _check_pod(body: Json) -> None:
-    _check_fields(body, "V1Pod")
-    for value in body["metadata"]["labels"].values():
-        if not _LABEL.fullmatch(value):
-            raise Refusal(422, "Invalid", f"metadata.labels: Invalid value: {value!r}")
-    for container in body["spec"]["containers"]:
-        for kind in ("limits", "requests"):
-            for value in container["resources"][kind].values():
-                if not _QUANTITY.fullmatch(value):
-                    raise Refusal(422, "Invalid", f"resources.{kind}: Invalid value: {value!r}")
-
-
-def _selected(body: Json, selector: str) -> bool:
-    labels = body["metadata"].get("labels", {})
-    name, equals, value = selector.partition("=")
-    return not selector or (labels.get(name) == value if equals else name in labels)
-
-
-def _condition(kind: str, status: str, reason: str = "", message: str = "") -> Json:
-    made = {"type": kind, "status": status, "lastTransitionTime": _now()}
-    return made | {k: v for k, v in (("reason", reason), ("message", message)) if v}
-
-
-def _line(event: Json) -> bytes:
-    return json.dumps(event).encode() + b"\n"
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

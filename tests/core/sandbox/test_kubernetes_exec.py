@@ -18,7 +18,8 @@ pytest.importorskip("kubernetes", reason='needs pip install "gymllm[kubernetes]"
 pytest.importorskip("aiohttp")
 
 from kubernetes_fixtures import cluster, host, no_traces, run, running, told
-from kubernetes_server import TOKEN, V4, V5, FakeCluster, Refusal
+from kubernetes_protocol import V4, V5, Refusal
+from kubernetes_server import TOKEN, FakeCluster
 from websocket import WebSocket
 
 from gymllm.errors import SandboxDiedError, SandboxError
