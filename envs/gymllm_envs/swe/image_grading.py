@@ -51,6 +51,7 @@ _TIMES = re.compile(
 )
 """At the end of names in SWE-rebench-V2: how long it took."""
 
+_WENT_DOWN = "its sandbox went down"
 _without_canaries: set[str] = set()
 """Tasks in which canaries are not run even without a patch, as has shown."""
 
@@ -94,14 +95,6 @@ def spec_of(task: SweTask, recipe: Recipe, memory_mb: int) -> SandboxSpec:
     )
 
 
-def hidden_files(task: SweTask, recipe: Recipe) -> frozenset[str]:
-    """Files of the tree that a patch can't change: those of the hidden tests."""
-    files = {test.partition("::")[0] for test in (*task.fail_to_pass, *task.pass_to_pass)}
-    if task.test_patch:
-        files |= {*commands.test_files_of(task.test_patch, f"task {task.id}")}
-    return frozenset({*files, *recipe.hidden})
-
-
 async def grade_in_image(
     task: SweTask, changes: Changes, kind: Kind, *, rng: random.Random | None = None
 ) -> Verdict:
@@ -124,6 +117,8 @@ async def grade_in_image(
         run = _Run(ended=changes.refused)
     else:
         run = await _tried(task, recipe, changes.files, kind, rng)
+        if run.ended == _WENT_DOWN:  # it may have been taken down from outside
+            run = await _tried(task, recipe, changes.files, kind, rng)
         if run.says_nothing:
             bare = await _tried(task, recipe, {}, kind, rng)
             if bare.says_nothing:
@@ -159,7 +154,7 @@ async def _tried(
             try:
                 return await _run(sandbox, task, recipe, names, before)
             except SandboxDiedError:
-                return _Run(ended="its sandbox went down", before=before)
+                return _Run(ended=_WENT_DOWN, before=before)
     except image_tree.UnreadableError as problem:
         raise SandboxError(f"task {task.id}, image {task.image}: {problem}") from problem
 

@@ -14,7 +14,7 @@ import anyio
 from gymllm.sandbox import Sandbox, open_sandbox
 from gymllm_envs.swe import image_tree
 from gymllm_envs.swe.grading import Verdict
-from gymllm_envs.swe.image_grading import Kind, grade_in_image, hidden_files, spec_of
+from gymllm_envs.swe.image_grading import Kind, grade_in_image, spec_of
 from gymllm_envs.swe.log_parsing import check_parser
 from gymllm_envs.swe.place import grading_limit
 from gymllm_envs.swe.recipe import Recipe
@@ -37,13 +37,13 @@ class ImagePlace:
             given: What was in its tree when the agent got it.
         """
         self._task, self._kind, self.sandbox, self._given = task, kind, sandbox, given
+        self._counts = image_tree.counting(task, Recipe.of(task))
 
     async def submit(self) -> Verdict:
         """See `Place`."""
-        hidden = hidden_files(self._task, Recipe.of(self._task))
         try:
             # What still runs there may write meanwhile: what is read is what the agent hands in.
-            changes = await image_tree.read_changes(self.sandbox, self._given, hidden)
+            changes = await image_tree.read_changes(self.sandbox, self._given, self._counts)
         finally:
             await self.aclose()
         async with grading_limit():

@@ -18,6 +18,8 @@ from gymllm_envs.swe.changes import (
     Changes,
     why_left_out,
 )
+from gymllm_envs.swe.patching import read_patch
+from gymllm_envs.swe.readers import commands
 from gymllm_envs.swe.recipe import Recipe
 from gymllm_envs.swe.task import SweTask
 
@@ -204,19 +206,56 @@ def _name(path: bytes) -> str:
     return path.decode(errors="surrogateescape")
 
 
-async def read_changes(sandbox: Sandbox, before: Listing, hidden: frozenset[str]) -> Changes:
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """Which changed files count."""
+
+    hidden: frozenset[str]
+    """Files of the hidden tests: never."""
+    gold: frozenset[str]
+    """Files that the gold patch changes. Repositories of others have sources in folders called test (Django),
+    are what tests run with (pytest, coverage), or are mended in setup.py."""
+
+    def why_left_out(self, path: str) -> str:
+        """Why a changed path can't count; empty if it can."""
+        why = why_left_out(path, self.hidden)
+        if not why or path in self.hidden or path.endswith("conftest.py"):
+            return why
+        if path in self.gold:
+            return ""
+        # Then what is beside them may be mended as well, but for tests.
+        folder, _, name = path.rpartition("/")
+        beside = any(folder and folder == other.rpartition("/")[0] for other in self.gold)
+        return "" if beside and not why_left_out(f"sources/{name}") else why
+
+
+def counting(task: SweTask, recipe: Recipe) -> Counting:
+    """What counts in a task.
+
+    Raises:
+        PatchError: A patch of the task can't be read.
+    """
+    hidden = {test.partition("::")[0] for test in (*task.fail_to_pass, *task.pass_to_pass)}
+    hidden |= {*recipe.hidden}
+    if task.test_patch:
+        hidden |= {*commands.test_files_of(task.test_patch, f"task {task.id}")}
+    gold = {path for one in read_patch(task.patch) for path in (one.old, one.new) if path}
+    return Counting(hidden=frozenset(hidden), gold=frozenset(gold))
+
+
+async def read_changes(sandbox: Sandbox, before: Listing, counts: Counting) -> Changes:
     """What was changed in the tree, and which of it counts.
 
     Args:
         sandbox: The agent's; still open.
         before: What was in the tree when the agent got it.
-        hidden: Files of the hidden tests.
+        counts: Which files do.
 
     Raises:
         SandboxDiedError: The container is gone.
     """
     try:
-        return await _changes(sandbox, before, hidden)
+        return await _changes(sandbox, before, counts)
     except UnreadableError as problem:
         return Changes(refused=str(problem))
     except SandboxDiedError:
@@ -227,7 +266,7 @@ async def read_changes(sandbox: Sandbox, before: Listing, hidden: frozenset[str]
         return Changes(refused=f"nothing can be run in its sandbox any more: {problem}")
 
 
-async def _changes(sandbox: Sandbox, before: Listing, hidden: frozenset[str]) -> Changes:
+async def _changes(sandbox: Sandbox, before: Listing, counts: Counting) -> Changes:
     after = await list_tree(sandbox)
     there = {*after.sums, *after.large, *after.others}
     changed = [path for path, checksum in after.sums.items() if before.sums.get(path) != checksum]
@@ -237,7 +276,7 @@ async def _changes(sandbox: Sandbox, before: Listing, hidden: frozenset[str]) ->
     files: dict[str, bytes | None] = {}
     wanted: list[str] = []
     for path in (*sorted(changed), *sorted(gone)):
-        why = why_left_out(path, hidden) or _unusable(path)
+        why = counts.why_left_out(path) or _unusable(path)
         if why:
             left_out[path] = why
         elif path in after.sums:

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import anyio
 import gymnasium
 import pytest
+from anyio import to_thread
 
 sys.path.append(str(Path(__file__).parent))  # task_image
 sys.path.append(str(Path(__file__).parents[2] / "core/sandbox"))  # podman_service
@@ -20,11 +23,15 @@ import task_image
 from gymllm.errors import ConfigError, EnvError, SandboxError, SandboxStartError, UnknownNameError
 from gymllm.sandbox.docker import DockerHost
 from gymllm_envs.swe.grading import Verdict
+from gymllm_envs.swe.image_tree import counting
 from gymllm_envs.swe.patching import make_patch
 from gymllm_envs.swe.place import open_place
 from gymllm_envs.swe.readers import read_row
 from gymllm_envs.swe.recipe import Recipe
 from gymllm_envs.swe.task import SweTask
+
+if TYPE_CHECKING:
+    import docker
 
 CORE, TESTS = "halving/core.py", "tests/test_core.py"
 GOLD = make_patch({CORE: task_image.FAULTY}, {CORE: task_image.MENDED})
@@ -124,6 +131,12 @@ def swe_rebench() -> SweTask:
     task = read_row(row, "row")
     recipe = replace(Recipe.of(task), path=Recipe.of(swe_bench()).path)
     return replace(task, extra=recipe.extra(), timeout_s=60)
+
+
+def docker_api(host: DockerHost) -> docker.APIClient:
+    import docker
+
+    return docker.APIClient(base_url=host.url)
 
 
 async def play(host: DockerHost, task: SweTask, *commands: str) -> tuple[Verdict, str]:
@@ -325,6 +338,44 @@ async def test_what_is_the_machines_fault_raises(host: DockerHost) -> None:
     await place.aclose()
     with pytest.raises(SandboxError):
         await place.submit()
+
+
+@pytest.mark.asyncio
+async def test_a_grading_that_is_taken_down_is_done_again(host: DockerHost) -> None:
+    place = await open_place(swe_bench(), host, memory_mb=1024)
+    await place.sandbox.exec(["sh", "-c", MEND])
+    api = docker_api(host)
+    own = {one["Id"] for one in api.containers()}
+    taken: list[str] = []
+
+    def look() -> None:
+        for one in api.containers():
+            if one["Id"] not in own and "pytest" in str(api.top(one["Id"])["Processes"]):
+                api.kill(one["Id"])
+                taken.append(one["Id"])
+
+    async def take_down() -> None:
+        while not taken:
+            await to_thread.run_sync(look)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(take_down)
+        verdict = await place.submit()
+    assert taken
+    assert verdict.reward() == 1.0
+
+
+def test_sources_that_look_like_tests_count_where_the_solution_changes_them() -> None:
+    before = dict.fromkeys(("django/test/client.py", "src/_pytest/main.py", "setup.py"), "a\n")
+    gold = make_patch(before, {**before, **dict.fromkeys(before, "b\n")})
+    counts = counting(replace(swe_bench(), patch=gold), Recipe())
+    for path in (*before, "django/test/runner.py", "src/_pytest/nodes.py", "halving/core.py"):
+        assert counts.why_left_out(path) == ""
+    for path in (
+        *("django/test/test_client.py", "django/test/conftest.py", TESTS, "setup.cfg", "tox.ini"),
+        *("src/_pytest/conftest.py", "tests/helper.py", "django/test/__pycache__/a.pyc"),
+    ):
+        assert counts.why_left_out(path)
 
 
 @pytest.mark.asyncio

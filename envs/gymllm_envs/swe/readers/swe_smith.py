@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 
+from gymllm.errors import ConfigError
 from gymllm_envs.swe.patching import PatchError
 from gymllm_envs.swe.readers import commands
 from gymllm_envs.swe.readers.fields import names, rest, text
@@ -23,7 +24,6 @@ from gymllm_envs.swe.readers.reversing import reverse_patch
 from gymllm_envs.swe.readers.rows import Row
 from gymllm_envs.swe.recipe import Recipe
 from gymllm_envs.swe.task import SweTask
-from gymllm.errors import ConfigError
 
 _VERBOSE = "pytest --disable-warnings --color=no --tb=no --verbose"
 _OTHERS = {
