@@ -30,6 +30,7 @@ class Package:
     requirements: tuple[str, ...] = ()
     """Wheels that package or tests import, pinned; all that these need, too."""
     pytest_arguments: tuple[str, ...] = ()
+    """Of its own; none of the list needs any."""
     deselected: tuple[str, ...] = ()
     """Beginnings of node ids of tests that need what no sandbox has, or that depend on time or chance."""
     needs_metadata: bool = False

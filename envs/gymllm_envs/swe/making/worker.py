@@ -43,6 +43,8 @@ class Reporter:
         self.to, self.coverage = to, None
         self.failure: dict[str, Any] = {}
         if run.get("reach"):
+            # The other core of Python 3.14 knows no contexts.
+            os.environ["COVERAGE_CORE"] = "ctrace"
             import coverage
 
             self.coverage = coverage.Coverage(data_file=None, include=sources, config_file=False)
