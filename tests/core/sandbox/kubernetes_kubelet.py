@@ -19,7 +19,8 @@ from gymllm.sandbox.launch import bwrap_path
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _ROOT = [
-    *("--unshare-all", "--die-with-parent", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"),
+    *("--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session", "--clearenv"),
+    *("--cap-drop", "ALL"),
     *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"),
     *("--symlink", "usr/lib64", "/lib64", "--symlink", "usr/sbin", "/sbin"),
     *("--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--dir", "/etc", "--dir", "/root"),
