@@ -160,9 +160,11 @@ class ExecApi:
         self._daemon, self._id = daemon, exec_id
 
     async def exit_code(self) -> int | None:
-        found = await self._daemon.call(
-            lambda: self._daemon.or_none(lambda: self._daemon.api.exec_inspect(self._id))
-        )
+        found = None
+        with suppress(SandboxError):  # its container is being removed
+            found = await self._daemon.call(
+                lambda: self._daemon.or_none(lambda: self._daemon.api.exec_inspect(self._id))
+            )
         if found is None or found.get("Running"):
             return None
         return cast("int | None", found.get("ExitCode"))

@@ -178,8 +178,6 @@ async def test_a_full_process_table_is_data(docker_host: DockerHost) -> None:
         assert set(codes[-2:]) <= {2, 126}, codes  # 2: the command's own sh has no process for it
         with pytest.raises(SandboxFileError, match="full of processes"):
             await sandbox.write("f", b"x")
-        with pytest.raises(SandboxError):
-            await sandbox.shell()
         assert sandbox.alive
 
 
