@@ -39,7 +39,7 @@ DEFAULT = "default"
 MODES = ("shell", "screen")
 _FEW_TURNS = 3
 _WAIT_S = 5.0
-_FIRST_WAIT_S = 2.0
+_FIRST_WAIT_S = 5.0
 _MOST_SCROLLBACK = 200
 _PROMPT = {"PS1": "\\w \\$ ", "PROMPT_COMMAND": ""}
 
@@ -325,7 +325,7 @@ class TerminalEnv(Env):
             env={**_PROMPT, "TERM": "xterm"},
         )
         self._screen = Screen(terminal, self._columns, self._rows)
-        await self._screen.settle(_FIRST_WAIT_S, quiet_s=0.02)
+        await self._screen.settle(_FIRST_WAIT_S, quiet_s=0.05, expected=True)
 
     def _reached(self) -> str:
         if self._turns >= self._max_turns:

@@ -70,15 +70,24 @@ class Screen:
             part = []
         return True
 
-    async def settle(self, limit_s: float, *, quiet_s: float = QUIET_S) -> bool:
-        """Takes in what is written until nothing has come for `quiet_s`; False if `limit_s` came first."""
+    async def settle(
+        self, limit_s: float, *, quiet_s: float = QUIET_S, expected: bool = False
+    ) -> bool:
+        """Takes in what is written until nothing has come for `quiet_s`; False if `limit_s` came first.
+
+        Args:
+            limit_s: Longest wait.
+            quiet_s: For how long nothing must come.
+            expected: Something will be written: it isn't quiet before that.
+        """
         ends = time.monotonic() + limit_s
         kept, read = Kept(MOST_KEPT_BYTES), 0
         try:
             while (left := ends - time.monotonic()) > 0:
-                data = await self._terminal.receive(min(quiet_s, left))
+                wait_s = left if expected and not read else min(quiet_s, left)
+                data = await self._terminal.receive(wait_s)
                 if not data:
-                    return left >= quiet_s or not self._terminal.alive
+                    return wait_s >= quiet_s or not self._terminal.alive
                 kept.add(data)
                 read += len(data)
                 if read > _READ_FREELY_BYTES:

@@ -37,13 +37,13 @@ async def screen_of(sandbox: Sandbox, *argv: str, columns: int = 40, rows: int =
 @pytest.mark.asyncio
 async def test_a_shell_is_used(sandbox: Sandbox) -> None:
     screen = await screen_of(sandbox)
-    assert await screen.settle(5)
+    assert await screen.settle(5, expected=True)
     assert screen.text() == "[40x6, cursor at row 1, column 3]\n$"
     assert await screen.press(["echo hi", "Enter"])
-    assert await screen.settle(5)
+    assert await screen.settle(5, quiet_s=0.3)
     assert screen.text() == "[40x6, cursor at row 3, column 3]\n$ echo hi\nhi\n$"
     await screen.press(["seq 9", "Enter"])
-    await screen.settle(5)
+    await screen.settle(5, quiet_s=0.3)
     assert screen.text(scrollback=3) == (
         "[3 lines above the screen]\n2\n3\n4\n[40x6, cursor at row 6, column 3]\n5\n6\n7\n8\n9\n$"
     )
@@ -55,17 +55,17 @@ async def test_a_full_screen_program_is_used_and_leaves_the_screen_as_it_was(
 ) -> None:
     screen = await screen_of(sandbox)
     await screen.press(["seq 100 | less", "Enter"])
-    await screen.settle(5)
+    await screen.settle(5, quiet_s=0.3)
     if "1\n2\n3" not in screen.text():
         pytest.skip("there is no less")
     await screen.press(["PageDown"])
-    await screen.settle(5)
+    await screen.settle(5, quiet_s=0.3)
     assert "\n6\n7\n8\n9\n10\n" in screen.text()
     await screen.press(["G"])
-    await screen.settle(5)
+    await screen.settle(5, quiet_s=0.3)
     assert "\n100\n" in screen.text()
     await screen.press(["q"])
-    await screen.settle(5)
+    await screen.settle(5, quiet_s=0.3)
     assert screen.text().endswith("$ seq 100 | less\n$")
 
 
@@ -73,7 +73,7 @@ async def test_a_full_screen_program_is_used_and_leaves_the_screen_as_it_was(
 async def test_a_program_that_asks_the_terminal_is_answered(sandbox: Sandbox) -> None:
     ask = "stty -echo raw; printf 'abc\\033[6n'; IFS= read -r -d R x; stty sane; echo; echo ${x#?}"
     screen = await screen_of(sandbox, "bash", "-c", ask)
-    await screen.settle(5)
+    await screen.settle(5, quiet_s=0.3)
     assert "[1;4" in screen.text()
 
 
@@ -87,18 +87,18 @@ async def test_a_flood_is_thinned_and_ended_by_a_key(sandbox: Sandbox) -> None:
     assert "flooding" in screen.text()
     assert len(screen.emulator.grid.scrollback) * len("flooding\r\n") < 2 * MOST_KEPT_BYTES
     await screen.press(["C-c", "clear", "Enter", "echo back", "Enter"])
-    assert await screen.settle(5)
+    assert await screen.settle(5, quiet_s=0.3)
     assert "$ echo back\nback\n$" in screen.text()
 
 
 @pytest.mark.asyncio
 async def test_waits_end_when_the_screen_is_quiet_or_time_is_over(sandbox: Sandbox) -> None:
-    screen = await screen_of(sandbox, "bash", "-c", "echo a; sleep 0.25; echo b; exec sleep 9")
+    screen = await screen_of(sandbox, "bash", "-c", "echo a; sleep 0.4; echo b; exec sleep 9")
     began = time.monotonic()
-    assert await screen.settle(5, quiet_s=0.1)
+    assert await screen.settle(5, quiet_s=0.1, expected=True)
     assert "a" in screen.text()
     assert "b" not in screen.text()
-    assert await screen.settle(5, quiet_s=0.4)
+    assert await screen.settle(5, quiet_s=0.8)
     assert "b" in screen.text()
     assert not await screen.settle(0.05, quiet_s=0.1)
     assert time.monotonic() - began < 3
@@ -107,7 +107,7 @@ async def test_waits_end_when_the_screen_is_quiet_or_time_is_over(sandbox: Sandb
 def test_a_task_is_done_on_the_screen() -> None:
     played = play(
         SMALL,
-        call("keys", keys=["cat >out.txt", "Enter", "hello", "Enter", "C-d"]),
+        call("keys", keys=["cat >out.txt", "Enter", "hello", "Enter", "C-d"], quiet_s=0.5),
         call("screen"),
         call("submit"),
         mode="screen",
@@ -121,7 +121,7 @@ def test_a_task_is_done_on_the_screen() -> None:
 
 
 def test_a_program_that_ends_is_followed_by_a_fresh_one() -> None:
-    played = play(SMALL, call("keys", keys=["echo bye; exit", "Enter"]), mode="screen")
+    played = play(SMALL, call("keys", keys=["echo bye; exit", "Enter"], quiet_s=0.5), mode="screen")
     assert "bye" in played.texts[0]
     assert "[the program has ended; this is a fresh one]" in played.texts[0]
 

@@ -241,10 +241,13 @@ SCREEN_RULES = ("texts", "invalid_actions", "step_order", "cancellation", "close
 
 @pytest.mark.parametrize("rule", SCREEN_RULES)
 def test_its_screen_conforms(rule: str) -> None:
+    keys = call("keys", keys=["echo hello >out.txt", "Enter"])
+    # Episodes are compared there, and what a program has drawn by some moment depends on the machine.
+    actions = ("?", call("submit")) if rule == "cancellation" else (keys, "?", call("submit"))
     check_rule(
         lambda: gymnasium.make(ENV_ID, tasks=[SMALL], mode="screen", max_turns=4),
         rule,
-        actions=(call("keys", keys=["echo hello >out.txt", "Enter"]), "?", call("submit")),
+        actions=actions,
     )
 
 
