@@ -31,7 +31,7 @@ from gymllm_envs.swe import image_tree
 from gymllm_envs.swe.canaries import add_canaries
 from gymllm_envs.swe.changes import Changes
 from gymllm_envs.swe.grading import Verdict
-from gymllm_envs.swe.log_parsing import R2E, is_of_pytest, parse_log
+from gymllm_envs.swe.log_parsing import R2E, parse_log, runner_of
 from gymllm_envs.swe.patching import make_patch
 from gymllm_envs.swe.readers import commands
 from gymllm_envs.swe.recipe import Recipe
@@ -129,7 +129,7 @@ async def grade_in_image(
     verdict = _verdict(task, recipe, changes, run)
     if verdict.tampered == _NOT_RUN and not changes.refused:
         bare = await _tried(task, recipe, {}, kind, rng)
-        if not any(bare.statuses.get(name) for name in bare.canaries):
+        if not any(_said(name, bare.statuses) for name in bare.canaries):
             _without_canaries.add(task.id)
             run = await _tried(task, recipe, changes.files, kind, rng)
             verdict = _verdict(task, recipe, changes, run)
@@ -172,7 +172,7 @@ async def _bring_tests(
             )
     if task.test_patch:
         await image_tree.patch(sandbox, task, "test_patch", task.test_patch)
-    if not is_of_pytest(recipe.log_parser) or task.id in _without_canaries:
+    if task.id in _without_canaries:
         return []
     names: list[str] = []
     for file in await _files_for_canaries(sandbox, task, recipe):
@@ -181,33 +181,50 @@ async def _bring_tests(
             text = (content or b"").decode()
         except UnicodeDecodeError:
             continue
-        if not text:
-            continue
-        made = add_canaries(file, text, (), rng)
-        await sandbox.write(file, made.source.encode())
-        names += made.names
-    if recipe.log_parser == R2E:
-        return [".".join(name.split("::")[1:]) for name in names]
-    return names
+        if text:
+            made = add_canaries(file, text, (), rng)
+            await sandbox.write(file, made.source.encode())
+            names += made.names
+    return [in_log for name in names if (in_log := _in_log(name, recipe.log_parser))]
+
+
+def _in_log(name: str, parser: str) -> str:
+    """What a canary is called in the log; empty where its kind isn't run."""
+    _, *classes, function = name.split("::")
+    if parser == R2E:
+        return ".".join([*classes, function])
+    runner = runner_of(parser)
+    if runner == "pytest":
+        return name
+    return function if bool(classes) == (runner == "unittest") else ""
 
 
 async def _files_for_canaries(sandbox: Sandbox, task: SweTask, recipe: Recipe) -> list[str]:
     """Test files that the command runs as a whole, as far as can be seen."""
     if recipe.log_parser == R2E:
         listed = await sandbox.list("r2e_tests")
-        return [
-            f"r2e_tests/{one.name}"
-            for one in listed
-            if one.kind == "file" and one.name.startswith("test") and one.name.endswith(".py")
-        ][:_MOST_CANARY_FILES]
+        files = [f"r2e_tests/{one.name}" for one in listed if one.kind == "file"]
+        files = [file for file in files if re.search(r"/test[^/]*\.py$", file)]
+        return files[:_MOST_CANARY_FILES]
+    runner = runner_of(recipe.log_parser)
     last = task.test_command.strip().rpartition("\n")[2]
-    if _SELECTS.search(last) or not ("pytest" in last or "tox" in last):
+    if not runner or _SELECTS.search(re.sub(r"\S*python\S* -m ", "", last)):
         return []
     asked = [word.rstrip("/") for word in commands.words(last)]
-    files = dict.fromkeys(t.partition("::")[0] for t in task.fail_to_pass if "::" in t)
-    whole = [f for f in files if any(f == w or f.startswith(f"{w}/") for w in asked)]
+    if runner != "pytest":
+        files = commands.test_files_of(task.test_patch, f"task {task.id}")
+        # Named as a file, or as a module from some folder on.
+        modules = {file: file.removesuffix(".py").replace("/", ".") for file in files}
+        named = [
+            f for f in files if any(w == f or f".{modules[f]}".endswith(f".{w}") for w in asked)
+        ]
+        return [file for file in named if file.endswith(".py")][:_MOST_CANARY_FILES]
+    if not any(word in last for word in ("pytest", "tox")):
+        return []
+    tests = dict.fromkeys(t.partition("::")[0] for t in task.fail_to_pass if "::" in t)
+    whole = [f for f in tests if any(f == w or f.startswith(f"{w}/") for w in asked)]
     if not whole and not any(word.endswith(".py") or "::" in word for word in asked):
-        whole = list(files)  # nothing is named, so everything is run
+        whole = list(tests)  # nothing is named, so everything is run
     return [file for file in whole if file.endswith(".py")][:_MOST_CANARY_FILES]
 
 
@@ -317,7 +334,7 @@ def _verdict(task: SweTask, recipe: Recipe, changes: Changes, run: _Run) -> Verd
         reason=reason,
         patch=_patch(changes, run.before),
         left_out=changes.left_out,
-        unproven=any(statuses.get(name) not in {"FAILED", "ERROR"} for name in run.canaries),
+        unproven=any(_said(name, statuses) not in {"FAILED", "ERROR"} for name in run.canaries),
     )
 
 
@@ -325,10 +342,18 @@ def _failed(statuses: Mapping[str, str]) -> bool:
     return any(said in {"FAILED", "ERROR"} for said in statuses.values())
 
 
+def _said(canary: str, statuses: Mapping[str, str]) -> str:
+    """A canary's status; empty: none. unittest adds the class to its name, which nobody else has."""
+    if canary in statuses:
+        return statuses[canary]
+    found = [said for name, said in statuses.items() if name.startswith(f"{canary} (")]
+    return found[0] if found else ""
+
+
 def _tampered(task: SweTask, run: _Run, statuses: Mapping[str, str], *, all_passed: bool) -> str:
     if not run.canaries:
         return ""
-    said = [statuses.get(name, "") for name in run.canaries]
+    said = [_said(name, statuses) for name in run.canaries]
     if good := [one for one in said if one and one not in {"FAILED", "ERROR"}]:
         return f"a test that must fail did not: {good[0].lower()}"
     if all_passed and not all(said):

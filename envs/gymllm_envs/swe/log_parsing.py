@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from gymllm.errors import EnvError, UnknownNameError
 
@@ -114,6 +114,12 @@ def r2e_log(log: str) -> dict[str, str]:
     return found
 
 
+def _note(found: dict[str, str], name: str, status: str) -> None:
+    """What has failed stays so, whatever is said later."""
+    if found.get(name) not in {"FAILED", "ERROR"}:
+        found[name] = status
+
+
 _UNITTEST = {"ok": "PASSED", "OK": "PASSED", "FAIL": "FAILED", "ERROR": "ERROR"}
 
 
@@ -128,13 +134,13 @@ def unittest_log(log: str) -> dict[str, str]:
             open_test = name
             said = answer.split(" ")[0]
             if said == "skipped":
-                found[name] = "SKIPPED"
+                _note(found, name, "SKIPPED")
             elif answer in _UNITTEST or answer.endswith((" ... ok", " ... FAIL", " ... ERROR")):
-                found[name] = _UNITTEST[answer.rsplit(" ", 1)[-1]]
+                _note(found, name, _UNITTEST[answer.rsplit(" ", 1)[-1]])
         elif open_test and line in _UNITTEST:
-            found[open_test] = _UNITTEST[line]
+            _note(found, open_test, _UNITTEST[line])
         elif heading := re.match(r"(FAIL|ERROR): (\S+)", line):
-            found[heading[2]] = _UNITTEST[heading[1]]
+            _note(found, heading[2], _UNITTEST[heading[1]])
     return found
 
 
@@ -147,7 +153,7 @@ def sympy_log(log: str) -> dict[str, str]:
     for line in map(str.strip, log.split("\n")):
         parts = line.split()
         if line.startswith("test_") and len(parts) > 1 and parts[-1] in ends:
-            found[parts[0]] = ends[parts[-1]]
+            _note(found, parts[0], ends[parts[-1]])
     return found
 
 
@@ -157,7 +163,7 @@ def mypy_log(log: str) -> dict[str, str]:
     for line in log.split("\n"):
         for status in ("PASSED", "FAILED"):
             if status in line:
-                found[line.split(" - ")[0].split()[-1]] = status
+                _note(found, line.split(" - ")[0].split()[-1], status)
                 break
     return found
 
@@ -187,6 +193,15 @@ OWN: dict[str, Parser] = {
 _NOT_PYTEST = {"parse_log_django", "parse_log_sympy", "unittest", "mypy"}
 
 
+def runner_of(parser: str) -> Literal["pytest", "unittest", "functions", ""]:
+    """What runs the tests that it reads of: which tests can be added to theirs. Empty: none that is known."""
+    if parser in {"parse_log_django", "unittest"}:
+        return "unittest"
+    if parser == "parse_log_sympy":
+        return "functions"
+    return "pytest" if is_of_pytest(parser) else ""
+
+
 def is_of_pytest(parser: str) -> bool:
     """Whether the tests that it reads of are run by pytest, named as pytest names them."""
     return parser in OWN and parser not in _NOT_PYTEST
@@ -208,11 +223,14 @@ def parse_log(parser: str, log: str, *, version: str = "", task: str = "") -> di
     check_parser(parser)
     theirs = _swebench_has(parser)
     found = _by_swebench(parser, log, version, task) if theirs else OWN[parser](log)
-    if is_of_pytest(parser):
-        # Lines may be forged, after the true ones. No run of pytest says both of one test.
-        for name, status in OWN[parser](_backwards(log)).items():
-            if {status, found.get(name)} == {"PASSED", "FAILED"}:
-                found[name] = "FAILED"
+    # Lines may be forged, after the true ones. No run says both of one test; but pytest, ERROR of what
+    # comes after one that passed.
+    bad = {"FAILED"} if is_of_pytest(parser) else {"FAILED", "ERROR"}
+    again = OWN[parser](_backwards(log) if is_of_pytest(parser) else log) if parser in OWN else {}
+    for name, status in again.items():
+        said = found.get(name)
+        if (status in bad and said == "PASSED") or (status == "PASSED" and said in bad):
+            found[name] = "FAILED"
     return found
 
 

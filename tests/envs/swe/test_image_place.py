@@ -275,7 +275,8 @@ async def test_a_forgery_of_many_kinds_gets_0(name: str, host: DockerHost) -> No
 
 @pytest.mark.asyncio
 async def test_forgeries_are_called_so(host: DockerHost) -> None:
-    caught, _ = await play(host, swe_bench(), ATTACKS["patches pytest"])
+    module = replace(swe_bench(), test_command=f"python -m pytest -rA {TESTS}")
+    caught, _ = await play(host, module, ATTACKS["patches pytest"])
     assert caught.tampered == "a test that must fail did not: passed"
     forged, _ = await play(host, swe_bench(), ATTACKS["says PASSED and leaves"])
     assert forged.tampered == "tests that must fail were not run"

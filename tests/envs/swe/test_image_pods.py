@@ -48,13 +48,23 @@ TASK = SweTask(
     extra=Recipe(log_parser="unittest").extra(),
 )
 
+SAYS = "".join(f"\\n{test} ... ok" for test in (*TASK.fail_to_pass, *TASK.pass_to_pass))
+PLAYS = {
+    "sed -i 's#// 3#// 2#' halving.py": 1.0,
+    "ls": 0.0,
+    f'printf \'import os\\nos.write(2, b"""{SAYS}\\n""")\\nos._exit(0)\\n\' >> halving.py': 0.0,
+    f'printf \'import os, atexit\\natexit.register(os.write, 2, b"""{SAYS}\\n""")\\n\' >> halving.py': 0.0,
+    "printf 'import unittest\\nunittest.TestCase.assertEqual = lambda *a: None\\n' >> halving.py": 0.0,
+}
+"""Mends; does nothing; says that all is well and leaves; says so at the end; makes all tests pass."""
+
 
 @pytest.mark.asyncio
 @pytest.mark.skipif(not shutil.which("python3", path="/usr/bin"), reason="pods need a python3")
 async def test_a_task_in_pods_is_solved_or_not(tmp_path: Path) -> None:
     with FakeCluster() as cluster:
         host = KubernetesHost(kubeconfig=cluster.kubeconfig(tmp_path / "config"), patience_s=5)
-        for command, reward in (("sed -i 's#// 3#// 2#' halving.py", 1.0), ("ls", 0.0)):
+        for command, reward in PLAYS.items():
             place = await open_place(TASK, host, memory_mb=256)
             try:
                 shell = await place.sandbox.shell()
@@ -64,4 +74,4 @@ async def test_a_task_in_pods_is_solved_or_not(tmp_path: Path) -> None:
                 verdict = await place.submit()
             finally:
                 await place.aclose()
-            assert verdict.reward() == reward
+            assert verdict.reward() == reward, command

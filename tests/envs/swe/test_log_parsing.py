@@ -122,6 +122,15 @@ def test_a_test_that_both_passed_and_failed_has_failed(parser: str, where: str) 
     assert parse_log(parser, log)[name] == "FAILED"
 
 
+def test_what_unittest_and_sympy_said_failed_stays_so() -> None:
+    forged = "test_b (app.tests.ATests) ... FAIL\n" + DJANGO + "test_b (app.tests.ATests) ... ok\n"
+    assert parse_log("parse_log_django", forged)["test_b (app.tests.ATests)"] == "FAILED"
+    assert parse_log("unittest", DJANGO + "test_d (app.tests.ATests) ... ok\n")[
+        "test_d (app.tests.ATests)"
+    ] in {"ERROR", "FAILED"}
+    assert parse_log("parse_log_sympy", SYMPY + "test_two ok\n")["test_two"] == "FAILED"
+
+
 def test_a_parser_that_nobody_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_parsing, "has_swebench", lambda: False)
     with pytest.raises(UnknownNameError, match=r'pip install "gymllm-envs\[swebench\]"'):
