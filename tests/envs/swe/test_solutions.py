@@ -67,6 +67,12 @@ SOLUTIONS: dict[str, Sequence[str]] = {
         bash("head -c 99M /dev/zero > /tmp/x; yes | head -c 1M"),
         bash(MEND),
     ],
+    "a child of the tests' process left behind": [
+        bash(
+            f"{MEND}; echo 'import os, time\nif not os.fork():\n    time.sleep(999)\n    os._exit(0)' "
+            ">> src/sample/text.py"
+        )
+    ],
     "in bash alone": [f"I mend it.\n\n```bash\n{MEND}\n```"],
     "another way": [
         bash(

@@ -86,6 +86,7 @@ class Worker:
             )
         os.close(told)
         os.close(said)
+        self._pid_fd = os.pidfd_open(self.process.pid)
         self.ends = time.monotonic() + order["timeout_s"]
         self._buffer = b""
 
@@ -112,10 +113,12 @@ class Worker:
             TamperedError: No message.
         """
         while b"\n" not in self._buffer:
-            left = self.ends - time.monotonic()
-            if left <= 0 or not select.select([self.hear], [], [], left)[0]:
+            left = max(0.0, self.ends - time.monotonic())
+            ready = select.select([self.hear, self._pid_fd], [], [], left)[0]
+            if not ready:
                 raise TimeoutError
-            if not self._read():
+            # It may have ended while a child of it holds the pipe open.
+            if self.hear not in ready or not self._read():
                 return None
         line, _, self._buffer = self._buffer.partition(b"\n")
         with contextlib.suppress(ValueError, RecursionError):
@@ -140,19 +143,14 @@ class Worker:
 
     def end(self) -> tuple[str, float]:
         """Waits for its end a little, kills it, and says how it ended and the seconds of CPU it took."""
-        ends = min(self.ends, time.monotonic() + 5)
-        while not (
-            gone := os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ):
-            if time.monotonic() >= ends:
-                break
-            time.sleep(0.002)
+        wait_s = min(5.0, max(0.0, self.ends - time.monotonic()))
+        gone = bool(select.select([self._pid_fd], [], [], wait_s)[0])
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         _, status, used = os.wait4(self.process.pid, 0)
         code = self.process.returncode = os.waitstatus_to_exitcode(status)
         cpu_s = used.ru_utime + used.ru_stime
-        if gone is None:
+        if not gone:
             return "killed", cpu_s
         return (f"signal {-code}" if code < 0 else f"exit {code}"), cpu_s
 
