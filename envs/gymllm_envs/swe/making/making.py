@@ -25,7 +25,7 @@ from gymllm_envs.swe.making.packages import PACKAGES, package_named
 from gymllm_envs.swe.making.site import PINNED
 from gymllm_envs.swe.task import SweTask, read_tasks, to_row, write_tasks
 
-DEFAULT_PACKAGES = ("toolz", "inflection", "isodate", "funcy", "webcolors", "schema")
+DEFAULT_PACKAGES = ("toolz", "inflection", "isodate", "funcy", "webcolors", "parse")
 """Small ones, whose tests are quick."""
 DEFAULT_COUNT = 24
 

@@ -1,4 +1,4 @@
-"""Makes tasks of one package: a bug, the tests that tell, what is hidden; each run twice before it counts."""
+"""Makes tasks of one package: a bug, the tests that tell, what is hidden; all seen twice before it counts."""
 
 from __future__ import annotations
 
@@ -280,7 +280,10 @@ class PackageMaker:
 
 
 def _second_look(reach: Reach, found: _Proved, chance: random.Random) -> list[Run]:
-    """Faulty and released tree twice each, in different orders; then what is left of the test files."""
+    """Faulty and released tree in another order than before; then what is left of the test files.
+
+    It is the second time for both: the first look was at the faulty tree, `find_reach` at the released one.
+    """
     tests = (*found.fail_to_pass, *found.pass_to_pass)
     faulty = {found.candidate.file: found.candidate.text}
     runs = [
@@ -291,7 +294,7 @@ def _second_look(reach: Reach, found: _Proved, chance: random.Random) -> list[Ru
             shuffle=chance.randrange(1 << 30),
             cpu_s=_limit(reach, tests),
         )
-        for files in (faulty, faulty, {}, {})
+        for files in (faulty, {})
     ]
     visible = Run(
         targets=tuple(found.hidden),
@@ -304,18 +307,13 @@ def _second_look(reach: Reach, found: _Proved, chance: random.Random) -> list[Ru
 
 def _disagreement(found: _Proved, results: Sequence[RunResult]) -> str:
     """Why the second look doesn't confirm the first; drops tests of `pass_to_pass` that are not reliable."""
-    *faulty, mended, mended_too, visible = results
+    faulty, mended, visible = results
     if any(result.ended != "done" for result in results):
         return "timeout the second time"
-    kept = set(found.pass_to_pass)
-    for result in faulty:
-        if not set(found.fail_to_pass) <= result.having("failed"):
-            return "flaky"
-        kept &= result.having("passed")
-    for result in (mended, mended_too):
-        if not set(found.fail_to_pass) <= result.having("passed"):
-            return "flaky"
-        kept &= result.having("passed")
+    wanted = set(found.fail_to_pass)
+    if not (wanted <= faulty.having("failed") and wanted <= mended.having("passed")):
+        return "flaky"
+    kept = set(found.pass_to_pass) & faulty.having("passed") & mended.having("passed")
     found.pass_to_pass = sorted(kept)
     if not kept:
         return "nothing passes"
