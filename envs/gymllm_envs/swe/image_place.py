@@ -80,3 +80,22 @@ async def open_image_place(task: SweTask, kind: Kind, *, memory_mb: int) -> Imag
             await sandbox.aclose()
         raise
     return ImagePlace(task, kind, sandbox, given)
+
+
+async def grade_gold(task: SweTask, kind: Kind, *, memory_mb: int = 2048) -> Verdict:
+    """Hands the task's own patch in, as an agent would: if that isn't worth 1, no 0 says much.
+
+    Args:
+        task: From an image.
+        kind: As for `open_image_place`.
+        memory_mb: Of the sandbox.
+
+    Raises:
+        EnvError: The patch doesn't fit, or nothing else does. And as `open_image_place` and `submit` do.
+    """
+    place = await open_image_place(task, kind, memory_mb=memory_mb)
+    try:
+        await image_tree.patch(place.sandbox, task, "patch", task.patch)
+        return await place.submit()
+    finally:
+        await place.aclose()

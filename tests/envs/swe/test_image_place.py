@@ -23,6 +23,7 @@ import task_image
 from gymllm.errors import ConfigError, EnvError, SandboxError, SandboxStartError, UnknownNameError
 from gymllm.sandbox.docker import DockerHost
 from gymllm_envs.swe.grading import Verdict
+from gymllm_envs.swe.image_place import grade_gold
 from gymllm_envs.swe.image_tree import counting
 from gymllm_envs.swe.patching import make_patch
 from gymllm_envs.swe.place import open_place
@@ -156,7 +157,10 @@ async def play(host: DockerHost, task: SweTask, *commands: str) -> tuple[Verdict
 @pytest.mark.parametrize("make", [swe_bench, swe_smith, r2e_gym, swe_rebench])
 async def test_gold_gets_1_and_nothing_gets_0(make: type[SweTask], host: DockerHost) -> None:
     task = make()
-    solved, _ = await play(host, task, MEND)
+    if task.patch:
+        solved = await grade_gold(task, host)
+    else:
+        solved, _ = await play(host, task, MEND)
     assert (solved.resolved, solved.reward(), solved.reason) == (True, 1.0, "")
     assert {*solved.fail_to_pass.values()} == {"passed"}
     assert "+    return n // 2" in solved.patch
@@ -331,6 +335,8 @@ async def test_what_is_the_machines_fault_raises(host: DockerHost) -> None:
         await play(host, replace(swe_bench(), test_command="no-such-runner"), MEND)
     with pytest.raises(EnvError, match="test_patch doesn't fit"):
         await play(host, replace(swe_bench(), test_patch=BUG.replace("n // 2", "n // 7")), MEND)
+    with pytest.raises(EnvError, match="patch doesn't fit"):
+        await grade_gold(replace(swe_bench(), patch=BUG), host)
     with pytest.raises(EnvError, match="bug_patch doesn't fit"):
         await play(host, replace(swe_bench(), bug_patch=BUG), MEND)
     with pytest.raises(SandboxStartError, match=r"no-such-image.*docker pull"):
