@@ -161,6 +161,7 @@ _LIST = (
         licence="BSD-3-Clause",
         sources=("jsonpatch",),
         tests=("tests.py",),
+        requirements=("jsonpointer==3.12",),
     ),
     Package(
         name="jsonpointer",
