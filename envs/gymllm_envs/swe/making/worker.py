@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TextIO
@@ -126,10 +127,15 @@ def relative(path: str) -> str:
     return os.path.relpath(path, ROOT)
 
 
+def code_of(item: pytest.Item) -> types.CodeType | None:
+    """The code of a test's own function."""
+    function = inspect.unwrap(getattr(item, "function", None) or (lambda: None))
+    return getattr(function, "__code__", None)
+
+
 def where(item: pytest.Item) -> dict[str, Any]:
     """The file and the line at which a test's function begins, decorators included."""
-    function = inspect.unwrap(getattr(item, "function", None) or (lambda: None))
-    code = getattr(function, "__code__", None)
+    code = code_of(item)
     if code is None:
         return {}
     return {"file": relative(code.co_filename), "line": code.co_firstlineno}
@@ -137,8 +143,9 @@ def where(item: pytest.Item) -> dict[str, Any]:
 
 def about(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, Any]:
     """What failed, where in the test, and with which parameters."""
-    test_file = str(where(item).get("file", relative(str(item.path))))
-    lines = [e.lineno + 1 for e in excinfo.traceback if relative(str(e.path)) == test_file]
+    own = code_of(item)
+    # Helpers of the same file may be what raised: the test is told from where it called them.
+    lines = [e.lineno + 1 for e in excinfo.traceback if e.frame.code.raw is own]
     parameters: dict[str, str] = {}
     for name, value in getattr(getattr(item, "callspec", None), "params", {}).items():
         try:

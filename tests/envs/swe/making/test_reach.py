@@ -67,7 +67,7 @@ async def test_runs_put_files_in_place_and_back(shapes: Package) -> None:
     assert failed.failure is not None
     assert failed.failure.message.startswith("assert -1 == 0")
     assert failed.failure.error == "AssertionError"
-    assert lines[failed.failure.line - 1] == "    assert waits(3) == 0"
+    assert lines[failed.failure.line - 1] == "    zero(waits(3))"
     assert results[5].uncollected == (FILE,)
     assert "SyntaxError" in results[5].complaints
 

@@ -205,3 +205,9 @@ def test_others_are_told_too_and_addresses_are_not() -> None:
 def test_a_failure_outside_of_the_test_still_gives_a_statement() -> None:
     nowhere = failing("test_area", "import os", "RuntimeError", "no")
     assert "`test_area`" in statement(nowhere)
+
+
+def test_places_of_this_machine_are_not_told() -> None:
+    message = 'File "/home/me/py/lib/python3.11/json/decoder.py" at 0x7f00aa1122'
+    text = statement(failing("test_area", "assert area(box", "ValueError", message))
+    assert 'ValueError: File "/usr/lib/python3.11/json/decoder.py" at 0x...' in text
