@@ -16,6 +16,7 @@ import shutil
 import signal
 import stat
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,17 +73,19 @@ class State:
 
 
 _states: dict[Path, State] = {}
+_locks: dict[int, threading.Lock] = {}  # by pid: a fork waits for no thread of its parent's
 
 
 def state() -> State:
     """This process's folder; made, and others' leavings cleared away, the first time."""
     root = Path(tempfile.gettempdir()) / f"gymllm-sandbox-{os.getuid()}"
-    known = _states.get(root)
-    if known is None or known.pid != os.getpid():
-        _make_private(root)
-        reap(root)
-        known = _states[root] = State(root)
-        atexit.register(known.remove)
+    with _locks.setdefault(os.getpid(), threading.Lock()):  # two states would count alike
+        known = _states.get(root)
+        if known is None or known.pid != os.getpid():
+            _make_private(root)
+            reap(root)
+            known = _states[root] = State(root)
+            atexit.register(known.remove)
     return known
 
 

@@ -63,3 +63,17 @@ def test_the_reaper_kills_nobody_who_got_an_old_pid(tmp_path: Path) -> None:
         other.kill()
     (tmp_path / "dead" / "noted").mkdir(parents=True)
     assert len(reap(tmp_path)) == 2
+
+
+def test_threads_that_are_first_together_get_one_state(tmp_path: Path) -> None:
+    code = (
+        "import sys, tempfile, threading; tempfile.tempdir = sys.argv[1]\n"
+        "from gymllm.sandbox.state import state\n"
+        "gate, got = threading.Barrier(8), []\n"
+        "def run(): gate.wait(); got.append(state().unique('graded'))\n"
+        "threads = [threading.Thread(target=run) for _ in range(8)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "assert len(set(got)) == 8, got\n"
+    )
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
