@@ -38,7 +38,8 @@ _HOME = "/home/user"
 # arguments once it has read a line: by then it is in its control groups, and so is all that it starts.
 _ENTER = """set -e
 mount -t tmpfs -o "size=$2,nr_inodes=$3,mode=700" tmpfs "$1"
-mkdir "$1/upper" "$1/work" "$1/tmp" "$1/home" "$1/shm"
+mkdir "$1/upper" "$1/work" "$1/tmp" "$1/home" "$1/shm" "$1/pts"
+mount -t devpts -o nosuid,noexec,newinstance,ptmxmode=0666,mode=620,max=64 devpts "$1/pts"
 read -r _
 if [ -n "$4" ]; then cp -a -- "$4/." "$1/upper"; fi
 shift 4
@@ -125,6 +126,7 @@ def launch(kind: str, spec: SandboxSpec, state: State, cgroups: Cgroups, control
                 raise ConfigError(f"sandbox.{name}: only kind 'local' has them, not {kind!r}.")
     config: dict[str, object] = {
         "rlimits": _resource_limits(spec, cgroups),
+        "files": _open_files(),
         "harden": kind != "local",
         "drop": kind == "unshare",
         "subreaper": kind == "unsafe-local",
@@ -196,7 +198,9 @@ def _bwrap(spec: SandboxSpec, state: State, config: dict[str, object], control_f
     # Read-only: started by root, a sandbox's user is root to the kernel's own files (/proc/sys), and
     # bwrap 0.11 covers only folders that are themselves writable.
     argv += ["--tmpfs", "/proc/1", "--remount-ro", "/proc/1", "--remount-ro", "/proc"]
-    argv += ["--dev", "/dev", "--bind", str(mnt / "shm"), "/dev/shm", "--remount-ro", "/dev"]
+    argv += ["--dev", "/dev", "--bind", str(mnt / "shm"), "/dev/shm"]
+    # Terminals are counted for the whole machine (kernel.pty.max): one of our own with a bound.
+    argv += ["--dev-bind", str(mnt / "pts"), "/dev/pts", "--remount-ro", "/dev"]
     for name in sorted(path.name for path in (state.folder / "etc").iterdir()):
         argv += ["--ro-bind", str(state.folder / "etc" / name), f"/etc/{name}"]
     for name in _ETC_OF_HOST:
@@ -260,11 +264,23 @@ def _supervise(
 def _resource_limits(spec: SandboxSpec, cgroups: Cgroups) -> list[tuple[int, int]]:
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, spec.file_mb << 20)]
     limits.append((resource.RLIMIT_MEMLOCK, 64 << 10))
+    # Counted for a user, not a sandbox: who takes all leaves other sandboxes, and us, without.
+    limits.append((resource.RLIMIT_SIGPENDING, 1024))
+    limits.append((resource.RLIMIT_MSGQUEUE, 256 << 10))
     if "memory" not in cgroups.enforced:
         limits.append((resource.RLIMIT_AS, spec.memory_mb << 20))
     if "pids" not in cgroups.enforced:
         limits.append((resource.RLIMIT_NPROC, spec.pids))
     return limits
+
+
+def _open_files() -> int:
+    """Of a command: fewer than of whoever sends descriptors, the supervisors and, without privileges, we.
+
+    The kernel lets nobody send one while more of the same user's, in all sandboxes, are on their way.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(512, min(4096, (hard if _may_mount() else soft) // 2))
 
 
 def limits_in_force(kind: str, spec: SandboxSpec, state: State, cgroups: Cgroups) -> Limits:

@@ -158,11 +158,12 @@ class LocalSandbox:
     async def snapshot(self, *, max_bytes: int | None = None) -> Snapshot:
         running = self._live()
         layer = running.state.unique("layers")
-        seen = running.launch.tree
-        if running.launch.gated:  # its own mount namespace
+        seen, held = running.launch.tree, None
+        if running.launch.gated:  # its own mount namespace, and a tmpfs
+            held = self._spec.file_mb << 20
             seen = Path(f"/proc/{running.process.pid}/root") / str(seen).lstrip("/")
         try:
-            copy = functools.partial(copy_layer, seen, layer, max_bytes=max_bytes)
+            copy = functools.partial(copy_layer, seen, layer, max_bytes=max_bytes, held_bytes=held)
             await anyio.to_thread.run_sync(copy)
         except OSError as problem:
             await anyio.to_thread.run_sync(

@@ -15,6 +15,7 @@ import anyio
 from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox.output import Kept
 from gymllm.sandbox.remote_marks import Marks, Sink
+from gymllm.sandbox.remote_marks import number as read_number
 from gymllm.sandbox.remote_programs import KEEPER, LISTEN, RETIRE, told
 
 if TYPE_CHECKING:
@@ -272,11 +273,13 @@ class Command:
 
     def _hear(self, number: int, word: bytes, text: bytes) -> None:
         if word == self.pid_word or (number == 2 and not self._pids):
-            self._pids.append(int(text))
+            if (pid := read_number(text)) is not None:
+                self._pids.append(pid)
         else:
             status, _, left = text.partition(b" ")
-            self._status, self._left = int(status), bool(left.strip())
-            self._ended.add(number)
+            if (said := read_number(status)) is not None:
+                self._status, self._left = said, bool(left.strip())
+                self._ended.add(number)
 
     async def _kill(self, stream: ProcessStream) -> None:
         """Its session and all that descends from it, and the sh around it."""

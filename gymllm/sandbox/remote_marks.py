@@ -14,6 +14,11 @@ _LONGEST = 1 << 16
 _WORDS_KEPT = 64
 
 
+def number(text: bytes) -> int | None:
+    """What came with a mark, if it is a number: commands that have spied out a word may write anything."""
+    return int(text) if text.isdigit() and len(text) < 10 else None
+
+
 class Sink(Protocol):
     """Where output goes: a `Kept`, or a file."""
 

@@ -22,7 +22,7 @@ from gymllm.sandbox import remote_programs
 from gymllm.sandbox.interface import MAX_OUTPUT_BYTES, ExecResult, Output
 from gymllm.sandbox.output import Kept
 from gymllm.sandbox.remote_exec import END_TIMEOUT_S, LISTENING, ending_signal, exit_code
-from gymllm.sandbox.remote_marks import Marks
+from gymllm.sandbox.remote_marks import Marks, number
 from gymllm.sandbox.shell import quoted as quoted_for_bash
 
 if TYPE_CHECKING:
@@ -228,16 +228,16 @@ class RemoteShell:
         """Takes output in until the shell says this word; what came with it, or None if it has ended."""
         while (got := await stream.receive()) is not None:
             for said, text in self._marks.take(got[1], self._kept):
-                if said == word:
+                if said == word and number(text.partition(b" ")[0]) is not None:
                     return text
             await self._kept.hold_back(len(got[1]))
         self._ended = True
         return None
 
-    def _status(self, said: bytes) -> int:
+    def _status(self, said: bytes) -> int | None:
         status, _, children = said.partition(b" ")
         self._children = children
-        return int(status)
+        return number(status)
 
     async def _interrupt(self, stream: ProcessStream) -> bool:
         """Ends the command and all that it has started; whether the shell is at its prompt again."""

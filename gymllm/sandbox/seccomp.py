@@ -14,6 +14,7 @@ import struct
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCH, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
+_SUPERVISOR = 1  # its pid
 _X32 = 0x40000000
 _NEW_NAMESPACES = 0x7E020000
 """CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}."""
@@ -79,6 +80,17 @@ _ABSENT = {
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
 }
+# Refused where an argument has this value. The supervisor is of the same user: who may set its limits can
+# end it, and who may set its priority, or that of all of its user, can make it late.
+_REFUSED_ARGUMENTS: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (302, 261): ((_ARGUMENT_0, _SUPERVISOR),),  # prlimit64
+    (203, 122): ((_ARGUMENT_0, _SUPERVISOR),),  # sched_setaffinity
+    (144, 119): ((_ARGUMENT_0, _SUPERVISOR),),  # sched_setscheduler
+    (142, 118): ((_ARGUMENT_0, _SUPERVISOR),),  # sched_setparam
+    (314, 274): ((_ARGUMENT_0, _SUPERVISOR),),  # sched_setattr
+    (141, 140): ((_ARGUMENT_1, _SUPERVISOR), (_ARGUMENT_0, 2)),  # setpriority; PRIO_USER
+    (251, 30): ((_ARGUMENT_1, _SUPERVISOR), (_ARGUMENT_0, 3)),  # ioprio_set; IOPRIO_WHO_USER
+}
 _CLONE, _SOCKET, _SOCKETPAIR, _IOCTL = (56, 220), (41, 198), (53, 199), (16, 29)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -128,6 +140,12 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
         for left, family in enumerate(reversed(_SOCKET_FAMILIES)):
             add(_JUMP_EQUAL, family, len(_SOCKET_FAMILIES) - left, 0)
         add(_RETURN, _ERRNO | errno.EAFNOSUPPORT)
+        add(_RETURN, _ALLOW)
+    for numbers, arguments in _REFUSED_ARGUMENTS.items():
+        add(_JUMP_EQUAL, numbers[column], 0, 3 * len(arguments) + 1)
+        for place, value in arguments:
+            add(_LOAD, place)
+            refuse(value, errno.EPERM)
         add(_RETURN, _ALLOW)
     add(_JUMP_EQUAL, _IOCTL[column], 0, 3)
     add(_LOAD, _ARGUMENT_1)

@@ -25,7 +25,7 @@ import anyio
 
 from gymllm.errors import ConfigError, SandboxDiedError, SandboxError
 from gymllm.sandbox.interface import MAX_OUTPUT_BYTES, ExecResult, Output
-from gymllm.sandbox.output import Poller, Reader
+from gymllm.sandbox.output import Kept, Poller, Reader
 
 if TYPE_CHECKING:
     from gymllm.sandbox.local import LocalSandbox
@@ -41,6 +41,7 @@ _BACK = b"\n\\exec >/dev/null 2>&1\n"
 _FORGET_JOBS = b"\\builtin jobs\n"  # or they would be announced in the next command's output
 _INTERRUPT_TIMEOUT_S = 2.0
 _ROUND_S = 0.02
+_LONGEST_MARK = 64
 _START_TIMEOUT_S = 10.0
 _ESCAPES = {
     **{byte: b"\\x%02x" % byte for byte in (*range(1, 32), *range(127, 256))},
@@ -119,6 +120,7 @@ class LocalShell:
                 stack.callback(os.close, self._children)
             self._said, self._unsettled, self._ended, self._all_killed = b"", False, False, True
             self._before: list[int] = []
+            self._noise = Kept(0)
             self._reader = Reader(self._output, 0)
             self._job, self._open = job, stack
             with anyio.move_on_after(_START_TIMEOUT_S):
@@ -158,6 +160,7 @@ class LocalShell:
     async def _run(self, text: bytes, timeout_s: float, max_output_bytes: int) -> ExecResult:
         began = time.monotonic()
         self._before = self._children_now()
+        self._noise = Kept(0)
         self._reader = Reader(self._output, max_output_bytes)
         word = secrets.token_hex(8).encode()
         status: int | None = None
@@ -243,7 +246,13 @@ class LocalShell:
                         said = os.read(fd, 1 << 16)
                         if not said:
                             self._poller.remove(fd)  # the job's socket says how it ended
-                        self._said = (self._said + said)[-(1 << 16) :]
+                        # Commands can write here, too: whatever they like, without an end.
+                        *lines, self._said = (self._said + said).split(b"\n")
+                        self._said = self._said[-_LONGEST_MARK:]
+                        if (status := _status_of(word, lines)) is not None:
+                            return status
+                        self._noise.add(said)
+                        await self._noise.hold_back(len(said))
                 else:
                     with suppress(BlockingIOError):
                         said = self._job_said(self._job)
@@ -252,11 +261,6 @@ class LocalShell:
                             self._ended_with = int(said[1:]) if said[:1] == b"x" else None
                             return None
                         self._all_killed = True
-            while b"\n" in self._said:
-                line, _, self._said = self._said.partition(b"\n")
-                said_word, _, status = line.partition(b" ")
-                if said_word == word and status.isdigit():
-                    return int(status)
 
     @staticmethod
     def _job_said(job: socket.socket) -> bytes:
@@ -310,7 +314,10 @@ class LocalShell:
 
     async def _hear_children(self, job: socket.socket) -> int:
         """The open file that lists bash's children, from the supervisor; -1 if the kernel has none."""
-        await anyio.wait_readable(job)
+        with anyio.move_on_after(_START_TIMEOUT_S) as limit:
+            await anyio.wait_readable(job)
+        if limit.cancelled_caught:
+            raise SandboxError("The shell could not be started: the supervisor said nothing.")
         space = socket.CMSG_SPACE(array.array("i", [0]).itemsize)
         said, ancillary, _, _ = job.recvmsg(64, space, socket.MSG_CMSG_CLOEXEC)
         for _, _, packed in ancillary:
@@ -318,6 +325,15 @@ class LocalShell:
         if said[:1] == b"p":
             return -1
         raise SandboxError("The shell could not be started.")
+
+
+def _status_of(word: bytes, lines: list[bytes]) -> int | None:
+    """What a line with this word says, if one does; a command that spies on bash may have written it."""
+    for line in lines:
+        said, _, status = line[:_LONGEST_MARK].partition(b" ")
+        if said == word and status.isdigit() and int(status) < 256:
+            return int(status)
+    return None
 
 
 def _mark(word: bytes) -> bytes:

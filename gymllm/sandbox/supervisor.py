@@ -23,7 +23,7 @@ import os
 import select
 import sys
 import time
-from errno import EFBIG, EINVAL, EISDIR, ENOENT, EXDEV
+from errno import EFBIG, EINVAL, EISDIR, EMFILE, ENOENT, EXDEV
 
 TYPE_CHECKING = False  # of our own: importing `typing` takes longer than all the rest
 if not TYPE_CHECKING:
@@ -48,6 +48,7 @@ else:
         """What the host tells us at the start."""
 
         rlimits: list[tuple[int, int]]
+        files: int
         harden: bool
         drop: bool
         subreaper: bool
@@ -59,6 +60,7 @@ else:
     Table = dict[int, tuple[int, int, int, bytes]]
 
 SIGKILL, SIGINT = 9, 2
+RLIMIT_NOFILE = 7
 TIOCSCTTY, TIOCSWINSZ = 0x540E, 0x5414
 STDIO = (0, 1, 2, 253, 254)
 """What a job's descriptors become: the usual three, then a shell's marks and its commands' output."""
@@ -74,6 +76,7 @@ def main(control_fd: int, told: str) -> None:
 
     for limit, value in config["rlimits"]:
         _set_limit(limit, value)
+    _set_limit(RLIMIT_NOFILE, _hard_limit(RLIMIT_NOFILE))
     if config["harden"]:
         _harden(config)
     _hide_memory()
@@ -181,6 +184,7 @@ class Supervisor:
             high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 300) for fd in stdio]
             for number, fd in zip(STDIO, high, strict=False):
                 os.dup2(fd, number)
+            _set_limit(RLIMIT_NOFILE, self.config["files"])
             if request["op"] in FILE_OPERATIONS:
                 os._exit(_file_operation(request, self.config))
             if request["op"] == "terminal":
@@ -300,22 +304,28 @@ class Job:
             path = f"/proc/{self.pid}/task/{self.pid}/children"
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return
-        self.send_fd(b"p", fd)
-        os.close(fd)
+            fd = -1
+        if not self.send_fd(b"p", fd):
+            self.send_fd(b"p", -1)
+        if fd >= 0:
+            os.close(fd)
 
     def hand_over_terminal(self) -> None:
         """We keep none of it: its program shall see the end when the host closes it."""
-        self.send_fd(b"t", self.master)
+        if not self.send_fd(b"t", self.master):
+            self.send_fd(b"f" + str(EMFILE).encode(), -1)
         os.close(self.master)
         self.master = -1
 
-    def send_fd(self, word: bytes, fd: int) -> None:
-        packed = fd.to_bytes(4, sys.byteorder)
+    def send_fd(self, word: bytes, fd: int) -> bool:
+        """False: the host has gone on, `serve` hears of it; or too many descriptors are on their way."""
+        packed = fd.to_bytes(4, sys.byteorder, signed=True)
+        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)] if fd >= 0 else []
         try:
-            self.channel.sendmsg([word], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
-        except OSError:  # the host has gone on: `serve` hears of it
-            pass
+            self.channel.sendmsg([word], rights)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         self.channel.close()
@@ -470,10 +480,16 @@ def _kill(pid: int, number: int) -> None:
         pass
 
 
+def _hard_limit(limit: int) -> int:
+    import resource
+
+    return resource.getrlimit(limit)[1]
+
+
 def _set_limit(limit: int, value: int) -> None:
     import resource
 
-    hard = resource.getrlimit(limit)[1]
+    hard = _hard_limit(limit)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))
 
