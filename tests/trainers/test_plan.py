@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
 import pytest
 
 from gymllm.errors import ConfigError
@@ -79,3 +80,12 @@ def test_tasks_are_counted_and_a_missing_file_is_an_error(tmp_path: Path) -> Non
     config = load_config(["--env.id", "gymllm/SWE-v0", *missing])
     with pytest.raises(ConfigError, match="can't be read"):
         plan(config)
+
+
+def test_tasks_that_are_made_at_first_use_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def make() -> list[str]:
+        return ["a", "b"]
+
+    # As gymllm/SWE-v0 does where its default tasks aren't there yet.
+    monkeypatch.setattr("gymllm_envs.swe.env.SWE.task_ids", lambda self: anyio.run(make))
+    assert plan(load_config(["--env.id", "gymllm/SWE-v0"])).rows[1][2] == "2"

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Literal, TypeVar, cast
 
+import anyio.to_thread
 import gymnasium
 
 from gymllm.agent import AgentFactory
@@ -140,8 +141,10 @@ def _pool(env: EnvSettings, num_envs: int) -> EnvPool:
     return pool
 
 
-def task_source(env: EnvSettings, *, run_seed: int, split: str, shuffle: bool) -> TaskSource:
+async def task_source(env: EnvSettings, *, run_seed: int, split: str, shuffle: bool) -> TaskSource:
     """The tasks of a run: those that the environment lists by name, else endless ones by seed.
+
+    In a thread: an environment may make its tasks when it is first asked for them, for minutes.
 
     Args:
         env: `env.tasks` takes so many of them.
@@ -153,6 +156,11 @@ def task_source(env: EnvSettings, *, run_seed: int, split: str, shuffle: bool) -
         GymLLMError: The environment can't be made, or its tasks can't be had.
         ConfigError: `env.tasks` is more than there are.
     """
+    listed = functools.partial(_task_source, env, run_seed=run_seed, split=split, shuffle=shuffle)
+    return await anyio.to_thread.run_sync(listed)
+
+
+def _task_source(env: EnvSettings, *, run_seed: int, split: str, shuffle: bool) -> TaskSource:
     make_env = functools.partial(make, env.id, **env.kwargs)
     if not hasattr(entry_point_of(make_env), "task_ids"):
         return SeededTasks(run_seed=run_seed, split=split, count=env.tasks)

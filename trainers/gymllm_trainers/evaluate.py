@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
 import time
@@ -353,8 +352,9 @@ async def play(
         try:
             tools = await pool.tools()
             team = _team(evaluation, tokenizer, toolbox, tools, timeline, others)
-            source = functools.partial(task_source, env, run_seed=evaluation.seed, shuffle=False)
-            tasks = await anyio.to_thread.run_sync(functools.partial(source, split="evaluation"))
+            tasks = await task_source(
+                env, run_seed=evaluation.seed, split="evaluation", shuffle=False
+            )
             return await evaluate(
                 pool=pool,
                 team=team,

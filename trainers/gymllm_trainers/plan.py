@@ -144,7 +144,7 @@ async def _environment(config: TrainConfig) -> tuple[list[str], int]:
     """The names of the environment's tools, and how many tasks it lists."""
     async with open_pool(config.env, 1) as pool:
         tools = [str(_function(tool)["name"]) for tool in await pool.tools()]
-    tasks = task_source(config.env, run_seed=config.seed, split="train", shuffle=True)
+    tasks = await task_source(config.env, run_seed=config.seed, split="train", shuffle=True)
     return tools, len(getattr(tasks, "ids", ()))
 
 

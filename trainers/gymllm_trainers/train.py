@@ -200,7 +200,7 @@ async def _train(
         pool=pool,
         team=team,
         engine=engine,
-        tasks=task_source(config.env, run_seed=config.seed, split="train", shuffle=True),
+        tasks=await task_source(config.env, run_seed=config.seed, split="train", shuffle=True),
         config=config.rollout,
         gate=gate,
         run_seed=config.seed,
