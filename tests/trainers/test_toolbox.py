@@ -15,7 +15,7 @@ from gymllm.timeline import Timeline
 from gymllm_agents import PARSERS, train_tokenizer
 from gymllm_trainers.build import ToolForm
 from gymllm_trainers.players import AgentSettings, PlayerSettings, build_team, tools_named
-from gymllm_trainers.toolbox import open_tools
+from gymllm_trainers.toolbox import SandboxSettings, open_tools
 
 SERVER = """
 from mcp.server.mcpserver import MCPServer
@@ -134,6 +134,25 @@ async def test_tools_that_can_not_be_made_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError):
         async with open_tools(["hammer"]):
             pass
+    with pytest.raises(ConfigError, match=r"agent\.tools has none of sandbox, bash"):
+        async with open_tools(["calculator"], SandboxSettings(memory_mb=64)):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_the_kind_of_the_tools_sandbox_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("docker", reason='needs pip install "gymllm[docker]"')
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    settings = SandboxSettings(kind="docker", image="debian:12")
+    with pytest.raises(ConfigError, match="No Docker or Podman answers at unix:///nowhere"):
+        async with open_tools(["bash"], settings):
+            pass
+    with pytest.raises(ConfigError, match=r"kind docker needs agent\.sandbox\.image, got ''"):
+        SandboxSettings(kind="docker")
+    with pytest.raises(ConfigError, match="kind local has no image, got 'debian:12'"):
+        SandboxSettings(image="debian:12")
+    with pytest.raises(ConfigError, match="memory_mb must be > 0, got 0"):
+        SandboxSettings(memory_mb=0)
 
 
 @pytest.mark.asyncio

@@ -346,7 +346,10 @@ async def play(
     """Plays the episodes; owns, and closes, the environments and the engine."""
     env, timeline = evaluation.env, Timeline()
     named = tools_named(evaluation.agent, evaluation.players)
-    async with open_pool(env, evaluation.concurrency) as pool, open_tools(named) as toolbox:
+    async with (
+        open_pool(env, evaluation.concurrency) as pool,
+        open_tools(named, evaluation.agent.sandbox) as toolbox,
+    ):
         engine, tokenizer = _engine(evaluation, timeline)
         others: list[Engine] = []
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from gymllm.tool_calls import ToolSchema
 from gymllm_agents import Tokenizer
 from gymllm_envs.scripted import SCRIPTED_PLAYERS, ScriptedPlayer
 from gymllm_trainers.build import AgentConfig, AgentKind, ToolForm, build_agents
-from gymllm_trainers.toolbox import TOOL_NAMES, Toolbox, check_tool_name
+from gymllm_trainers.toolbox import TOOL_NAMES, SandboxSettings, Toolbox, check_tool_name
 
 EngineName = Literal["policy", "frozen", "scripted"]
 
@@ -35,6 +35,8 @@ class AgentSettings(AgentConfig):
     """What it may call inside a turn: calculator; search:FOLDER, passages of the text files there;
     mcp:COMMAND or mcp:URL, the tools of an MCP server; bash, python and edit, or sandbox for all three, in
     a sandbox that lives as long as the episode."""
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    """What that sandbox is; one for all players."""
     tool_form: ToolForm = "auto"
     """How it writes a call: as the chat template shows it, or in a family's form; plain is
     calculator(12 * 7) on a line of its own, for tools with one argument."""

@@ -154,7 +154,7 @@ async def _set_up_and_train(session: _Session) -> None:
     clock = session.timeline.clock("learner")
     async with (
         open_pool(config.env, config.rollout.concurrency) as pool,
-        open_tools(tools_named(config.agent, config.players)) as toolbox,
+        open_tools(tools_named(config.agent, config.players), config.agent.sandbox) as toolbox,
     ):
         clock.enter("model")
         started = time.monotonic()
