@@ -19,22 +19,27 @@ Opener = Callable[[SandboxSpec], Awaitable[Sandbox]]
 
 
 class SandboxPool:
-    """Keeps up to `ahead` fresh sandboxes of each spec that was asked for.
+    """Keeps up to `ahead` fresh sandboxes of each spec that was asked for, `most` of all together.
 
-    A sandbox is used once. A start that is slow or fails holds up nobody but its own spec.
+    A sandbox is used once. A start that is slow or fails holds up nobody but its own spec. Where there are
+    `most`, those of the spec that nobody has asked for the longest are closed for new ones.
     """
 
-    def __init__(self, *, ahead: int = 4, opener: Opener = open_sandbox) -> None:
+    def __init__(self, *, ahead: int = 4, most: int = 64, opener: Opener = open_sandbox) -> None:
         """Starts nothing yet; use `async with`.
 
         Args:
             ahead: Fresh sandboxes kept of each spec, >= 1.
-            opener: What makes one.
+            most: Fresh ones of all specs, those being made included, >= `ahead`.
+            opener: What makes one; `functools.partial(open_sandbox, kind="docker")`.
         """
         if ahead < 1:
             raise ConfigError(f"SandboxPool.ahead must be >= 1, got {ahead}.")
-        self._ahead, self._open = ahead, opener
+        if most < ahead:
+            raise ConfigError(f"SandboxPool.most must be >= ahead ({ahead}), got {most}.")
+        self._ahead, self._most, self._open = ahead, most, opener
         self._fresh: dict[SandboxSpec, deque[Sandbox]] = {}
+        """The spec that was asked for last comes last."""
         self._tasks: TaskGroup | None = None
         self._making: dict[SandboxSpec, int] = {}
 
@@ -45,16 +50,31 @@ class SandboxPool:
     def prepare(self, spec: SandboxSpec) -> None:
         """Begins to make sandboxes of it ahead."""
         tasks = self._require_open()
+        self._fresh[spec] = self._fresh.pop(spec, deque())
         missing = self._ahead - self.fresh(spec) - self._making.get(spec, 0)
         for _ in range(missing):
+            if not self._has_room(spec, tasks):
+                return  # all are being made; who asks later finds room
             self._making[spec] = self._making.get(spec, 0) + 1
             tasks.start_soon(self._make, spec, name="sandbox made ahead")
+
+    def _has_room(self, spec: SandboxSpec, tasks: TaskGroup) -> bool:
+        """Whether one more of it may be made; closes one of another spec if that is what it takes."""
+        if sum(self._making.values()) + sum(map(len, self._fresh.values())) < self._most:
+            return True
+        for other, waiting in self._fresh.items():
+            if other != spec and waiting:
+                tasks.start_soon(waiting.popleft().aclose, name="sandbox nobody asks for")
+                if not waiting:
+                    del self._fresh[other]
+                return True
+        return False
 
     @asynccontextmanager
     async def lease(self, spec: SandboxSpec) -> AsyncGenerator[Sandbox]:
         """A fresh sandbox, closed at the end of the block; another is made ahead meanwhile."""
         self._require_open()
-        waiting = self._fresh.setdefault(spec, deque())
+        waiting = self._fresh.get(spec, deque[Sandbox]())
         sandbox: Sandbox | None = None
         while waiting and sandbox is None:
             candidate = waiting.popleft()
@@ -77,6 +97,8 @@ class SandboxPool:
             return  # whoever needs one next starts it and hears why it fails
         finally:
             self._making[spec] -= 1
+            if not self._making[spec]:
+                del self._making[spec]
         self._fresh.setdefault(spec, deque()).append(sandbox)
 
     def _require_open(self) -> TaskGroup:

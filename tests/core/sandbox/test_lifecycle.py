@@ -242,6 +242,28 @@ async def test_the_pool_makes_ahead_within_its_bound(base: Path, nothing_left: N
         SandboxPool(ahead=0)
 
 
+async def test_the_pool_of_many_specs_keeps_to_its_bound(nothing_left: None) -> None:
+    specs = [SandboxSpec(pids=100 + number) for number in range(4)]
+    made: list[LocalSandbox] = []
+
+    async def opener(spec: SandboxSpec) -> LocalSandbox:
+        made.append(await open_sandbox(spec))
+        return made[-1]
+
+    async with SandboxPool(ahead=1, most=2, opener=opener) as pool:
+        for spec in specs:
+            pool.prepare(spec)
+            with anyio.fail_after(10):
+                while not pool.fresh(spec):  # noqa: ASYNC110
+                    await anyio.sleep(0.005)
+        assert [pool.fresh(spec) for spec in specs] == [0, 0, 1, 1]
+        with anyio.fail_after(5):
+            while made[0].alive or made[1].alive:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+    with pytest.raises(ConfigError, match="most must be >= ahead"):
+        SandboxPool(ahead=3, most=2)
+
+
 async def test_one_slow_start_blocks_nobody_else(base: Path) -> None:
     slow, quick = SandboxSpec(base=base), SandboxSpec()
     released = anyio.Event()
