@@ -32,6 +32,7 @@ from gymllm.sandbox.interface import Snapshot as Snapshot
 from gymllm.sandbox.interface import Terminal as Terminal
 from gymllm.sandbox.kubernetes import KubernetesHost as KubernetesHost
 from gymllm.sandbox.opening import UnsafeSandboxWarning as UnsafeSandboxWarning
+from gymllm.sandbox.opening import check_kind as check_kind
 from gymllm.sandbox.opening import open_sandbox as open_sandbox
 from gymllm.sandbox.pool import SandboxPool as SandboxPool
 
@@ -52,6 +53,7 @@ __all__ = [
     "Snapshot",
     "Terminal",
     "UnsafeSandboxWarning",
+    "check_kind",
     "clean",
     "open_sandbox",
 ]

@@ -46,6 +46,7 @@ async def open_sandbox(
         SandboxStartError: The system, or the daemon, refused; says what it answered.
     """
     spec = spec or SandboxSpec()
+    check_kind(kind)
     if kind == "docker":
         kind = DockerHost()
     elif kind == "kubernetes":
@@ -59,9 +60,17 @@ async def open_sandbox(
     return await _open_local(spec, kind)
 
 
-async def _open_local(spec: SandboxSpec, kind: str) -> LocalSandbox:
-    if kind not in KINDS:
+def check_kind(kind: str | DockerHost | KubernetesHost) -> None:
+    """That there is such a kind of sandbox; whether it can be had here shows when one is opened.
+
+    Raises:
+        UnknownNameError: There is none.
+    """
+    if isinstance(kind, str) and kind not in ALL_KINDS:
         raise UnknownNameError("kind of sandbox", kind, ALL_KINDS)
+
+
+async def _open_local(spec: SandboxSpec, kind: str) -> LocalSandbox:
     for name in ("image", "user"):
         if getattr(spec, name):
             raise ConfigError(

@@ -17,6 +17,7 @@ from gymllm.env import Env
 from gymllm.errors import ConfigError, UnknownNameError
 from gymllm.message import ToolCall
 from gymllm.pool import make_pool
+from gymllm.sandbox import check_kind
 from gymllm.tool_calls import FORM, read_calls, tool_name
 from gymllm_envs.swe.grading import Verdict, share_passed
 from gymllm_envs.swe.place import Place, open_place
@@ -122,10 +123,11 @@ class SWE(Env):
 
         Raises:
             ConfigError: A setting is wrong, or the tasks can't be read.
-            UnknownNameError: No such set of tools.
+            UnknownNameError: No such set of tools, or kind of sandbox.
         """
         if tools not in ("full", "bash"):
             raise UnknownNameError("set of tools", tools, ["full", "bash"])
+        check_kind(kind)
         limits: dict[str, tuple[float, float]] = {
             "max_turns": (max_turns, 1),
             "command_timeout_s": (command_timeout_s, 0.01),

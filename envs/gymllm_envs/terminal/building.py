@@ -22,7 +22,7 @@ from anyio import to_thread
 from anyio.lowlevel import RunVar
 
 from gymllm.errors import ConfigError, MissingExtraError, SandboxError
-from gymllm.sandbox import Mount, Sandbox, SandboxSpec, Snapshot, open_sandbox
+from gymllm.sandbox import Mount, Sandbox, SandboxSpec, Snapshot, check_kind, open_sandbox
 from gymllm.sandbox.clip import clean, clip
 from gymllm.sandbox.docker import DockerHost
 from gymllm.sandbox.kubernetes import KubernetesHost
@@ -61,7 +61,9 @@ def is_container(kind: Kind) -> bool:
 
     Raises:
         ConfigError: It has neither images nor a file system of its own.
+        UnknownNameError: There is no such kind.
     """
+    check_kind(kind)
     if kind in ("unshare", "unsafe-local"):
         raise ConfigError(
             f"terminal tasks need kind='local', 'docker' or 'kubernetes', got {kind!r}: their paths and "

@@ -256,6 +256,7 @@ async def test_reset_options(task: SweTask) -> None:
         ({"wall_clock_s": float("nan")}, "wall_clock_s must be"),
         ({"memory_mb": True}, "memory_mb must be"),
         ({"tools": "fall"}, "Did you mean full"),
+        ({"kind": "dockr"}, "Did you mean docker"),
         ({"tasks": []}, "empty list"),
     ],
 )

@@ -171,6 +171,7 @@ def test_the_seed_chooses_and_so_do_options() -> None:
     ("settings", "kind", "problem"),
     [
         ({"mode": "scren"}, UnknownNameError, "Did you mean screen"),
+        ({"kind": "dockr"}, UnknownNameError, "Did you mean docker"),
         ({"max_turns": 0}, ConfigError, "max_turns must be >= 1 , got 0"),
         ({"columns": 1000}, ConfigError, "columns must be >= 20 and <= 300 , got 1000"),
         ({"command_timeout_s": float("nan")}, ConfigError, "got nan"),
