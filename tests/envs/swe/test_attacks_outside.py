@@ -10,10 +10,13 @@ from playing import SUBMIT, bash, call
 from sample import MEND, ONLY_IN_HIDDEN_TESTS, ONLY_IN_SOLUTION
 
 from gymllm_envs.swe import place
+from gymllm_envs.swe.env import SWE
 from gymllm_envs.swe.task import SweTask
 
 pytestmark = pytest.mark.asyncio
 
+_FIND = "find / -path /proc -prune -o"
+"""Everywhere; -xdev would leave out all that is mounted, which is nearly all that there is."""
 # What it finds: nothing of the solution or the hidden tests, wherever it looks.
 _SEARCHES = [
     shell(
@@ -45,19 +48,19 @@ _SEARCHES = [
         "layers under the tree",
         "grep -c testbed /proc/mounts; cat /proc/*/mountinfo | grep -o 'lowerdir=[^,]*' | tr ':=' '\\n\\n' | "
         'while read d; do ls -A "$d" 2>/dev/null; done | head -3; echo looked',
-        seen="looked",
+        seen=r"(?m)^1\nlooked$",
     ),
     shell(
         "other processes",
         "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | "
-        "grep -E 'fail_to_pass|FAIL_TO_PASS|judge' ; echo looked",
-        seen=r"(?m)^looked",
+        "grep -cE 'fail_to[_]pass|FAIL_TO[_]PASS|[j]udge'",
+        seen=r"(?m)^0$",
     ),
     shell(
         "the grader and task files",
-        "ls /opt/gymllm; find / -xdev \\( -name 'judge.py' -o -name '*.jsonl' -o -name 'grading.py' \\) "
-        "-path '*gymllm*' 2>/dev/null | wc -l; ls -d /tmp/gymllm* ~/.cache 2>&1",
-        seen=r"site\n0\n",
+        f"ls /opt/gymllm; {_FIND} -path '*gymllm*' \\( -name judge.py -o -name grading.py -o -name '*.jsonl' "
+        "-o -name supervisor.pyc \\) -print 2>/dev/null; ls -d /tmp/gymllm* ~/.cache 2>&1",
+        seen=r"site\n/run/gymllm/supervisor.pyc\nls: cannot access",
     ),
     shell(
         "the network",
@@ -67,9 +70,9 @@ _SEARCHES = [
     ),
     shell(
         "caches and installed copies",
-        "find / -xdev -path /proc -prune -o \\( -name 'chunks.py*' -o -name '*.whl' -o -name 'sample-*' \\) "
-        "-print 2>/dev/null | grep -v '^/testbed/src/sample/chunks.py$' | wc -l",
-        seen=r"(?m)^0$",
+        f"found=$({_FIND} \\( -name 'chunks.py*' -o -name '*.whl' -o -name 'sample-*' \\) -print "
+        "2>/dev/null); echo found: $found",
+        seen=r"(?m)^found: /testbed/src/sample/chunks\.py$",
     ),
 ]
 
@@ -377,3 +380,25 @@ async def test_no_way_around(
 @pytest.mark.parametrize("attacks", batches(_BOMBS), ids=_names)
 async def test_limits(task: SweTask, attacks: Sequence[Attack]) -> None:
     await assert_worthless(task, attacks, command_timeout_s=1.0, memory_mb=256)
+
+
+async def test_another_episode_is_nowhere_to_be_found(task: SweTask) -> None:
+    one, other = SWE(tasks=[task]), SWE(tasks=[task])
+    try:
+        await one.areset(seed=0)
+        await other.areset(seed=0)
+        left = "echo mark-of-one | tee mark-of-one.py /tmp/mark-of-one ~/mark-of-one"
+        await one.astep(bash(f"{left}; {MEND}; (exec -a mark-of-one sleep 99 &)"))
+        looks = (
+            f"{_FIND} -name 'mark-of-one*' -print 2>/dev/null | wc -l; "
+            "cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c '^mark-of-one$'; "
+            f"grep -rlIE 'mark-of-one|{ONLY_IN_SOLUTION}' /testbed /tmp /dev/shm ~ /proc/[0-9]*/root/testbed "
+            "/proc/[0-9]*/cwd 2>/dev/null | wc -l"
+        )
+        seen = (await other.astep(bash(looks)))[0]
+        assert seen.split() == ["0", "0", "0"]
+        seen = (await one.astep(bash(looks)))[0]
+        assert "0" not in seen.split()[:2]  # the search finds what is there
+    finally:
+        await one.aclose()
+        await other.aclose()
