@@ -11,11 +11,9 @@ import argparse
 import asyncio
 import functools
 import gc
-import json
 import time
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from gymnasium.wrappers import OrderEnforcing, RecordEpisodeStatistics, TimeLimi
 from peers.cpu_time import cpu_s
 from peers.in_venv import run_in_venv
 from playing import Reset, Step, Trivial, all_at_once, episode
+from table import Table
 
 from gymllm.event_loop import LOOP_OPTIONS
 from gymllm.memory import collect_rarely
@@ -37,18 +36,6 @@ SLOTS = 64
 STEP_S, SLOW_S, SLOW_SHARE = 0.02, 1.0, 0.05
 
 TextEnv = gymnasium.Env[str, str]
-
-
-@dataclass
-class Table:
-    """Rows, printed as they are measured and once more as JSON."""
-
-    rows: list[dict[str, object]] = field(default_factory=list)
-
-    def add(self, what: str, value: float | str, unit: str = "", goal: str = "") -> None:
-        shown = value if isinstance(value, str) else float(f"{value:.4g}")
-        self.rows.append({"what": what, "value": shown, "unit": unit, "goal": goal})
-        print(f"{what:68} {shown!s:>12} {unit:10} {goal}", flush=True)
 
 
 # Environments. All have `self.np_random` from the reset's seed and nothing else that is random.
@@ -365,7 +352,7 @@ def main() -> None:
             fault_rows(table, worker, few if quick else 10_000)
     if arguments.peers:
         peer_rows(table, arguments.venvs, quick)
-    print(json.dumps({"rows": table.rows}))
+    table.print_json()
 
 
 if __name__ == "__main__":

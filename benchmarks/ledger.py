@@ -19,13 +19,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from families_table import ADD, Row, load_fetcher, markdown, rows_of
 from peers.in_venv import run_in_venv
+from table import Table
 
 from gymllm.agent import EpisodeContext
 from gymllm.engine import FinishReason, GenerateRequest, Generation
@@ -53,18 +54,6 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_ca
 THOUGHT = "<think>\nThe note is likely right, and the locked door can wait.\n</think>\n\n"
 
 _Value = TypeVar("_Value")
-
-
-@dataclass
-class Table:
-    """Rows, printed as they are measured and once more as JSON."""
-
-    rows: list[dict[str, object]] = field(default_factory=list)
-
-    def add(self, what: str, value: float | str, unit: str = "", goal: str = "") -> None:
-        shown = value if isinstance(value, str) else float(f"{value:.4g}")
-        self.rows.append({"what": what, "value": shown, "unit": unit, "goal": goal})
-        print(f"{what:78} {shown!s:>9} {unit:6} {goal}", flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +326,7 @@ def main() -> None:
     stand_ins = frozenset(name for name, family in fetcher.FAMILIES.items() if family.stand_in)
     family_rows(table, families, stand_ins)
     test_rows(table)
-    print(json.dumps({"rows": table.rows}))
+    table.print_json()
 
 
 if __name__ == "__main__":

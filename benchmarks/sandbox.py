@@ -9,18 +9,16 @@ Docker or Podman at DOCKER_HOST, beside `podman exec`. Starts are to the first a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+from table import Table
 
 from gymllm.sandbox import SandboxPool, SandboxSpec, open_sandbox
 from gymllm.sandbox.launch import bwrap_path
@@ -28,23 +26,6 @@ from gymllm.sandbox.local import LocalSandbox
 from gymllm.sandbox.remote import RemoteSandbox
 
 FILES = 4000
-
-
-@dataclass
-class Table:
-    """Rows, printed as they are measured and once more as JSON."""
-
-    rows: list[dict[str, object]] = field(default_factory=list)
-
-    def add(self, what: str, value: float | str, unit: str = "", goal: str = "") -> None:
-        shown = value if isinstance(value, str) else float(f"{value:.4g}")
-        self.rows.append({"what": what, "value": shown, "unit": unit, "goal": goal})
-        print(f"{what:68} {shown!s:>12} {unit:10} {goal}", flush=True)
-
-    def add_times(self, what: str, seconds: list[float], goal: str = "") -> None:
-        ordered = sorted(seconds)
-        self.add(f"{what}, p50", statistics.median(ordered) * 1e3, "ms", goal)
-        self.add(f"{what}, p99", ordered[int(len(ordered) * 0.99)] * 1e3, "ms")
 
 
 def make_base(folder: Path) -> Path:
@@ -217,7 +198,7 @@ async def main(quick: bool, image: str) -> None:
             table.add("restore", (time.perf_counter() - began) * 1e3, "ms")
     if image:
         await containers(table, image, seconds, rounds // 2)
-    print(json.dumps({"rows": table.rows}))
+    table.print_json()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/swe.py [--quick] [--tasks FILE] [--at-once 64]
 
-Everything goes through the environment as an agent would: calls of its tools, then submit. Without --tasks the
-default tasks are played; `gymllm-swe-tasks make` makes more.
+Everything goes through the environment as an agent would: calls of its tools, then submit. Without --tasks
+the default tasks are played; `gymllm-swe-tasks make` makes more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import functools
 import os
 import resource
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from table import Table
 import gymllm
 from gymllm.message import ToolCall
 from gymllm.pool import EnvPool
+from gymllm.sandbox.state import state
 from gymllm.tool_calls import write_calls
 from gymllm_envs.swe.patching import apply_patch
 from gymllm_envs.swe.sources import default_tasks
@@ -121,13 +121,18 @@ def cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def left_in_temp() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("gymllm-graded")}
+def left_on_host() -> set[Path]:
+    """Folders and notes of sandboxes and gradings that live, or that nobody has removed."""
+    return {
+        path for kind in ("graded", "layers", "noted") for path in state().folder.glob(f"{kind}/*")
+    }
 
 
 async def main(arguments: argparse.Namespace) -> None:
     table = Table()
-    tasks = read_tasks(arguments.tasks) if arguments.tasks else await to_thread.run_sync(default_tasks)
+    tasks = (
+        read_tasks(arguments.tasks) if arguments.tasks else await to_thread.run_sync(default_tasks)
+    )
     tasks = tasks[:6] if arguments.quick else tasks
     table.add("tasks", len(tasks))
     table.add("packages", len({task.repo for task in tasks}))
@@ -141,11 +146,13 @@ async def main(arguments: argparse.Namespace) -> None:
             print(f"   {name}: {info['reason']}")
     nothing = await play_all(tasks, {task.id: [] for task in tasks}, 4)
     table.add("no patch, mean reward", mean(nothing), "", "0.0")
-    table.add("no patch, most reward", max(float(str(i["reward"])) for i in nothing.values()), "", "0.0")
+    table.add(
+        "no patch, most reward", max(float(str(i["reward"])) for i in nothing.values()), "", "0.0"
+    )
 
     at_once = 8 if arguments.quick else arguments.at_once
     many = [tasks[number % len(tasks)] for number in range(at_once)]
-    before, temp, cpu, began = below(os.getpid()), left_in_temp(), cpu_s(), time.perf_counter()
+    before, noted, cpu, began = below(os.getpid()), left_on_host(), cpu_s(), time.perf_counter()
     looks = [
         call("bash", command="git log --oneline | head -3; ls; git status --short"),
         call("search", pattern="def ", include="*.py"),
@@ -171,7 +178,7 @@ async def main(arguments: argparse.Namespace) -> None:
     table.add(f"{name}, most memory (PSS of all processes)", memory.most_mb, "MB")
     await anyio.sleep(0.2)
     table.add(f"{name}, processes left behind", len(set(below(os.getpid())) - set(before)), "", "0")
-    table.add(f"{name}, folders left behind", len(left_in_temp() - temp), "", "0")
+    table.add(f"{name}, folders left behind", len(left_on_host() - noted), "", "0")
     print(dict(Counter(task.repo for task in tasks)))
     table.print_json()
 
