@@ -18,9 +18,10 @@ from gymllm.tool_calls import ToolSchema, check_call
 _MOST_SEARCH_MATCHES = 200
 
 
-def _schema(
-    name: str, description: str, required: Sequence[str], **properties: Mapping[str, object]
+def schema(
+    name: str, description: str, required: Sequence[str] = (), **properties: Mapping[str, object]
 ) -> ToolSchema:
+    """A tool's, as chat templates list them."""
     parameters = {"type": "object", "properties": properties, "required": list(required)}
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
@@ -30,14 +31,14 @@ def _text(description: str) -> Mapping[str, object]:
     return {"type": "string", "description": description}
 
 
-BASH = _schema(
+BASH = schema(
     "bash",
     "Runs a command in a bash that stays: directory, variables and background jobs outlive a command. "
     "There is no network and no terminal.",
     ["command"],
     command=_text("What bash is to run."),
 )
-EDIT = _schema(
+EDIT = schema(
     "edit",
     "Views and changes text files. view: a file with line numbers, or a folder. create: writes a new file. "
     "str_replace: replaces old_str, which must be there exactly once, by new_str. insert: puts new_str after "
@@ -59,7 +60,7 @@ EDIT = _schema(
     new_str=_text("str_replace and insert: what is to be there."),
     insert_line={"type": "integer", "description": "insert: the line after which to insert."},
 )
-SEARCH = _schema(
+SEARCH = schema(
     "search",
     "Finds lines that match a regular expression (as grep -E), with file and line number.",
     ["pattern"],
@@ -67,8 +68,8 @@ SEARCH = _schema(
     path=_text("A file or folder to search; by default the whole tree."),
     include=_text("Only files whose names match this, such as *.py."),
 )
-SUBMIT = _schema(
-    "submit", "Ends the work and hands the tree in, as it is. Hidden tests then judge it.", []
+SUBMIT = schema(
+    "submit", "Ends the work and hands the tree in, as it is. Hidden tests then judge it."
 )
 TOOLS = (BASH, EDIT, SEARCH, SUBMIT)
 

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from gymllm_envs.swe.tools import BASH, schema
 
-from gymllm.tool_calls import ToolSchema
-
-
-def _schema(
-    name: str, description: str, required: Sequence[str] = (), **properties: Mapping[str, object]
-) -> ToolSchema:
-    parameters = {"type": "object", "properties": properties, "required": list(required)}
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-BASH = _schema(
-    "bash",
-    "Runs a command in a bash that stays: directory, variables and background jobs outlive a command. "
-    "There is no network and no terminal.",
-    ["command"],
-    command={"type": "string", "description": "What bash is to run."},
-)
-KEYS = _schema(
+KEYS = schema(
     "keys",
     "Types on the terminal, waits until the screen is quiet, and shows it.",
     ["keys"],
@@ -42,7 +24,7 @@ KEYS = _schema(
         "description": "For how long nothing must change; 0.1 unless said otherwise.",
     },
 )
-SCREEN = _schema(
+SCREEN = schema(
     "screen",
     "Shows the screen again, after a wait if asked, with lines that have scrolled off its top if asked.",
     wait_s={"type": "number", "description": "Seconds to wait first, unless the screen changes."},
@@ -51,7 +33,7 @@ SCREEN = _schema(
         "description": "How many lines from above the screen, up to 200.",
     },
 )
-SUBMIT = _schema(
+SUBMIT = schema(
     "submit", "Ends the work and hands it in, as it is. A script then checks what was done."
 )
 SHELL_TOOLS = (BASH, SUBMIT)
