@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 
 from gymllm.sandbox.interface import SandboxSpec
-from gymllm.sandbox.state import owner_name
+from gymllm.sandbox.state import GROUPS, State, owner_name
 
 _PERIOD_US = 100_000
 _numbers = itertools.count()
@@ -67,9 +67,9 @@ def kill_all(folder: Path) -> None:
             os.kill(int(pid), signal.SIGKILL)
 
 
-def make_cgroups(spec: SandboxSpec) -> Cgroups:
+def make_cgroups(spec: SandboxSpec, state: State) -> Cgroups:
     """Groups with the spec's limits; as many of them as this host lets us make, maybe none."""
-    name = f"gymllm-{owner_name(os.getpid())}-{next(_numbers)}"
+    name = f"{GROUPS}{owner_name(os.getpid())}-{next(_numbers)}"
     memory = str(spec.memory_mb << 20)
     quota = str(int(spec.cpus * _PERIOD_US))
     unified, by_controller = _own_groups()
@@ -80,7 +80,7 @@ def make_cgroups(spec: SandboxSpec) -> Cgroups:
             "pids": (("pids.max", str(spec.pids)),),
             "cpu": (("cpu.max", f"{quota} {_PERIOD_US}"),),
         }
-        enforced = _make(folder, settings)
+        enforced = _make(folder, settings, state)
         if enforced:
             return Cgroups(folders=(folder,), version=2, enforced=enforced)
     settings = {
@@ -92,14 +92,17 @@ def make_cgroups(spec: SandboxSpec) -> Cgroups:
     enforced = frozenset[str]()
     for controller, values in settings.items():
         if (parent := by_controller.get(controller)) is not None:
-            done = _make(parent / name, {controller: values})
+            done = _make(parent / name, {controller: values}, state)
             if done:
                 folders.append(parent / name)
                 enforced |= done
     return Cgroups(folders=tuple(folders), version=1 if folders else 0, enforced=enforced)
 
 
-def _make(folder: Path, settings: dict[str, tuple[tuple[str, str], ...]]) -> frozenset[str]:
+def _make(
+    folder: Path, settings: dict[str, tuple[tuple[str, str], ...]], state: State
+) -> frozenset[str]:
+    state.note_group(folder)
     try:
         folder.mkdir()
     except OSError:

@@ -522,7 +522,7 @@ async def start(spec: SandboxSpec, kind: str) -> Running:
     running: Running | None = None
     try:
         here = state()
-        cgroups = make_cgroups(spec)
+        cgroups = make_cgroups(spec, here)
         how = launch(kind, spec, here, cgroups, theirs.fileno())
         try:
             process = subprocess.Popen(  # noqa: ASYNC220 - a vfork; from a thread it would die with that

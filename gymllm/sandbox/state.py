@@ -9,6 +9,7 @@ at another time), and kills, unmounts and removes what is noted.
 from __future__ import annotations
 
 import atexit
+import errno
 import itertools
 import os
 import py_compile
@@ -17,6 +18,7 @@ import signal
 import stat
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +26,9 @@ from gymllm.errors import SandboxStartError
 from gymllm.sandbox import supervisor
 from gymllm.sandbox.seccomp import seccomp_filter
 
+GROUPS = "gymllm-"
+"""How the names of control groups begin; the owner's name and a number follow."""
+_DYING_S = 0.2
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 _ETC = {
     "passwd": "user:x:1000:1000:user:/home/user:/bin/bash\nnobody:x:65534:65534::/:/bin/false\n",
@@ -41,6 +46,7 @@ class State:
         self.pid = os.getpid()
         self.folder = root / owner_name(self.pid)
         self._numbers = itertools.count()
+        self._group_parents: set[Path] = set()
         for name in ("mnt", "etc", "empty", "layers", "trees", "noted"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         for name, text in _ETC.items():
@@ -64,11 +70,14 @@ class State:
         note.write_text("\n".join(lines))
         return note
 
+    def note_group(self, cgroup: Path) -> None:
+        """Before it is made: we may be killed before anything else is noted. All beside it are ours, too."""
+        if cgroup.parent not in self._group_parents:
+            self._group_parents.add(cgroup.parent)
+            self.unique("noted").write_text(f"cgroups {cgroup.parent}")
+
     def remove(self) -> None:
-        if os.getpid() == self.pid:  # not in a fork
-            for note in (self.folder / "noted").glob("*"):
-                with suppress(OSError):
-                    _undo(note.read_text())
+        if os.getpid() == self.pid and _undo_all(self.folder):  # not in a fork
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -100,27 +109,53 @@ def reap(root: Path) -> list[Path]:
     """Undoes what owners that are gone have left. Returns their folders, which are gone now, too."""
     gone: list[Path] = []
     for folder in root.iterdir():
-        if not is_alive(folder.name):
-            for note in sorted((folder / "noted").glob("*")):
-                with suppress(OSError):
-                    _undo(note.read_text())
+        if not is_alive(folder.name) and _undo_all(folder):
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder)
     return gone
 
 
-def _undo(noted: str) -> None:
+def _undo_all(folder: Path) -> bool:
+    """False: something there is still dying; the next one tries again."""
+    ends = time.monotonic() + _DYING_S
+    while True:
+        for note in sorted((folder / "noted").glob("*")):
+            with suppress(OSError):
+                if _undo(note.read_text(), f"{GROUPS}{folder.name}-"):
+                    note.unlink()
+        if not any((folder / "noted").glob("*")):
+            return True
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.002)
+
+
+def _undo(noted: str, ours: str) -> bool:
+    """Whether nothing is left of it; `ours` is how the owner's groups begin."""
+    groups: list[Path] = []
     for line in noted.splitlines():
         kind, _, value = line.partition(" ")
         if kind == "pid" and is_alive(value):
             with suppress(OSError, ValueError):
                 os.kill(int(value.partition("-")[0]), signal.SIGKILL)
         elif kind == "cgroup":
+            groups.append(Path(value))
+        elif kind == "cgroups":
+            groups += Path(value).glob(f"{ours}*")
+    removed = [_remove_group(group) for group in groups]  # all are tried
+    return all(removed)
+
+
+def _remove_group(group: Path) -> bool:
+    with suppress(OSError):
+        for pid in (group / "cgroup.procs").read_text().split():
             with suppress(OSError):
-                for pid in (Path(value) / "cgroup.procs").read_text().split():
-                    os.kill(int(pid), signal.SIGKILL)
-            with suppress(OSError):
-                Path(value).rmdir()
+                os.kill(int(pid), signal.SIGKILL)
+    try:
+        group.rmdir()
+    except OSError as problem:
+        return problem.errno != errno.EBUSY
+    return True
 
 
 def owner_name(pid: int) -> str:

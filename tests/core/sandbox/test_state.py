@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from sandbox_helpers import cgroups_of, processes_with
 
 from gymllm.sandbox.state import owner_name, reap, start_time
@@ -77,3 +78,28 @@ def test_threads_that_are_first_together_get_one_state(tmp_path: Path) -> None:
     )
     for _ in range(3):
         subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+def test_groups_of_who_was_killed_before_anything_was_noted_are_removed(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from gymllm.sandbox import SandboxSpec
+from gymllm.sandbox.cgroups import make_cgroups
+from gymllm.sandbox.state import State
+made = make_cgroups(SandboxSpec(), State(Path(sys.argv[1])))
+print(*made.folders, sep="\\n", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    groups = [Path(line) for line in done.stdout.split()]
+    if not groups:
+        pytest.skip("no control groups can be made here")
+    stays = subprocess.Popen(["sleep", "77"])
+    (groups[0] / "cgroup.procs").write_text(str(stays.pid))
+    assert all(group.is_dir() for group in groups)
+    assert len(reap(tmp_path)) == 1
+    assert not any(group.exists() for group in groups)
+    assert stays.wait() == -9
