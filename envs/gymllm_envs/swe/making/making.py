@@ -230,7 +230,7 @@ def _candidate(task: SweTask) -> int:
 
 
 def default_tasks(progress: Callable[[Made], None] | None = None) -> Path:
-    """The file with the default tasks, made at first use, which takes less than a minute.
+    """The file with the default tasks, made at first use, which takes a minute or two.
 
     Whoever calls it while another process makes it waits for that one.
 
