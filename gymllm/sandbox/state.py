@@ -47,7 +47,7 @@ class State:
         self.folder = root / owner_name(self.pid)
         self._numbers = itertools.count()
         self._group_parents: set[Path] = set()
-        for name in ("mnt", "etc", "empty", "layers", "trees", "noted"):
+        for name in ("mnt", "etc", "empty", "layers", "trees", "noted", "groups"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         for name, text in _ETC.items():
             (self.folder / "etc" / name).write_text(text)
@@ -74,7 +74,7 @@ class State:
         """Before it is made: we may be killed before anything else is noted. All beside it are ours, too."""
         if cgroup.parent not in self._group_parents:
             self._group_parents.add(cgroup.parent)
-            self.unique("noted").write_text(f"cgroups {cgroup.parent}")
+            self.unique("groups").write_text(f"cgroups {cgroup.parent}")
 
     def remove(self) -> None:
         if os.getpid() == self.pid and _undo_all(self.folder):  # not in a fork
@@ -119,11 +119,12 @@ def _undo_all(folder: Path) -> bool:
     """False: something there is still dying; the next one tries again."""
     ends = time.monotonic() + _DYING_S
     while True:
-        for note in sorted((folder / "noted").glob("*")):
+        notes = sorted((*folder.glob("noted/*"), *folder.glob("groups/*")))
+        for note in notes:
             with suppress(OSError):
                 if _undo(note.read_text(), f"{GROUPS}{folder.name}-"):
                     note.unlink()
-        if not any((folder / "noted").glob("*")):
+        if not any(note.exists() for note in notes):
             return True
         if time.monotonic() > ends:
             return False
