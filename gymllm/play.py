@@ -2,20 +2,26 @@
 
 Observations go to standard output as they are; everything else (the prompt, rewards, the ending) goes to
 standard error, so the two can be told apart.
+
+A line is an action. A block of code that begins with ``` goes on up to its end, over several lines; and where
+there are tools, `/NAME {"argument": value}` is short for a call, `$ COMMAND` for one of bash.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 import gymnasium
 
 import gymllm
 from gymllm.errors import ConfigError, EnvCrashedError, EnvError, EnvTypeError
+from gymllm.message import ToolCall
 from gymllm.spaces import TextOrMessage, text_of
+from gymllm.tool_calls import tools_problem, write_calls
 from gymllm.workers.slot import check_reset, check_step
 
 T = TypeVar("T")
@@ -73,12 +79,12 @@ def play(env: gymnasium.Env[str, str], *, seed: int | None) -> float:
     observation, info = _answer(env, "reset", check_reset, seed=seed)
     total, turns, ending = 0.0, 0, ""
     print(_shown(observation), flush=True)
+    tools = _tools(env)
+    if tools:
+        _say(_how_to_call(tools))
     while not ending:
         _say(f"{info.get('agent', '')}> ", end="")
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        result = _answer(env, "step", check_step, line.rstrip("\n"))
+        result = _answer(env, "step", check_step, _action(tools))
         total, turns, info = total + result.reward, turns + 1, result.info
         print(_shown(result.observation), flush=True)
         _say(f"[turn {turns}: reward {result.reward:g}]")
@@ -88,6 +94,57 @@ def play(env: gymnasium.Env[str, str], *, seed: int | None) -> float:
             ending = f"Truncated ({result.info.get('truncated_by', 'a limit')})"
     _say(f"{ending} after {turns} turns, total reward {total:g}.")
     return total
+
+
+def _tools(env: gymnasium.Env[str, str]) -> dict[str, list[str]]:
+    """The arguments of each tool, by its name."""
+    tools = getattr(env.unwrapped, "tools", ())
+    if tools_problem(tools):
+        return {}
+    functions = [tool["function"] for tool in tools]
+    return {one["name"]: list(one.get("parameters", {}).get("properties", {})) for one in functions}
+
+
+def _how_to_call(tools: Mapping[str, Sequence[str]]) -> str:
+    shown = ", ".join(f"{name}({', '.join(arguments)})" for name, arguments in tools.items())
+    last = list(tools)[-1]
+    bash = " `$ COMMAND` is a call of bash." if "bash" in tools else ""
+    return (
+        f'Tools: {shown}. Call one by `/NAME {{"argument": value}}`, without arguments '
+        f"by `/{last}` alone.{bash}"
+    )
+
+
+def _action(tools: Mapping[str, Sequence[str]]) -> str:
+    """The next action from standard input.
+
+    Raises:
+        EOFError: Standard input ended.
+    """
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    text = line.rstrip("\n")
+    if text.startswith("```"):
+        while text.count("```") < 2 and (line := sys.stdin.readline()):
+            text += "\n" + line.rstrip("\n")
+    elif text.startswith("$ ") and "bash" in tools:
+        return write_calls([ToolCall(name="bash", arguments={"command": text[2:]})])
+    elif tools and text.startswith("/") and (call := _call(text[1:])) is not None:
+        return write_calls([call])
+    return text
+
+
+def _call(text: str) -> ToolCall | None:
+    """None if it is none, as a model's that can't be read: the environment answers it."""
+    name, _, written = text.partition(" ")
+    try:
+        arguments = json.loads(written or "{}")
+    except ValueError:
+        return None
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(name=name, arguments=cast("dict[str, object]", arguments))
 
 
 def _answer(

@@ -9,6 +9,8 @@ import gymnasium
 import pytest
 
 import gymllm
+from gymllm import write_calls
+from gymllm.message import ToolCall
 from gymllm.play import main
 
 LAKE = "gymllm/FrozenLake-v0"
@@ -99,6 +101,65 @@ def test_a_broken_env_leaves_with_1(
     finally:
         del gymnasium.registry["test/Faulty-v0"]
     assert said in capsys.readouterr().err
+
+
+class Tooled(gymllm.Env):
+    """Answers with the action."""
+
+    tools = (
+        {
+            "type": "function",
+            "function": {"name": "bash", "parameters": {"properties": {"command": {}}}},
+        },
+        {"type": "function", "function": {"name": "submit"}},
+    )
+    waits = False
+
+    async def areset(self, **_: Any) -> Any:
+        return "a question", {}
+
+    async def astep(self, action: str) -> Any:
+        return repr(action), 0.0, "submit" in action, False, {}
+
+
+def test_calls_of_tools_and_blocks_can_be_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = [
+        "```bash",
+        "ls",
+        "",
+        "pwd",
+        "```",
+        "$ ls -l",
+        "/bash {no",
+        '/bash {"command": "x"}',
+        "/submit",
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed) + "\n"))
+    gymnasium.register("test/Tooled-v0", Tooled)
+    try:
+        assert main(["test/Tooled-v0"]) == 0
+    finally:
+        del gymnasium.registry["test/Tooled-v0"]
+    output = capsys.readouterr()
+    calls = [
+        ToolCall(name="bash", arguments={"command": "ls -l"}),
+        ToolCall(name="bash", arguments={"command": "x"}),
+        ToolCall(name="submit", arguments={}),
+    ]
+    listed, called, submitted = (write_calls([call]) for call in calls)
+    actions = ["```bash\nls\n\npwd\n```", listed, "/bash {no", called, submitted]
+    assert output.out.splitlines() == ["a question", *map(repr, actions)]
+    assert "Tools: bash(command), submit()." in output.err
+
+
+def test_a_block_without_an_end_ends_with_the_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("```bash\nls\n"))
+    assert main([LAKE, "--seed", "3"]) == 0
+    assert "[turn 1: reward -0.1]" in capsys.readouterr().err
 
 
 def test_runs_as_a_command() -> None:
