@@ -92,7 +92,9 @@ def play(env: gymnasium.Env[str, str], *, seed: int | None) -> float:
             ending = "Terminated"
         elif result.truncated:
             ending = f"Truncated ({result.info.get('truncated_by', 'a limit')})"
-    _say(f"{ending} after {turns} turns, total reward {total:g}.")
+    reason = info.get("reason")
+    why = f": {reason}" if isinstance(reason, str) else ""
+    _say(f"{ending} after {turns} turns, total reward {total:g}{why}.")
     return total
 
 

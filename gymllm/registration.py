@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any, cast
 
@@ -138,12 +139,30 @@ def _make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     except error.DependencyNotInstalled as problem:
         raise ConfigError(f"{env_id} can't be made: {problem}") from problem
     except TypeError as problem:
+        if (misspelt := _misspelt(env_id, kwargs)) is not None:
+            raise misspelt from problem
         raise ConfigError(f"{env_id} can't be made with these arguments: {problem}") from problem
     except Exception as problem:
         raise ConfigError(
             f"{env_id} can't be made: it raised {type(problem).__name__}: {problem}. Check its "
             "arguments and what it needs."
         ) from problem
+
+
+def _misspelt(env_id: str, kwargs: Mapping[str, object]) -> UnknownNameError | None:
+    """The first of these arguments that the environment doesn't take; None where it can't be told."""
+    entry_point = gymnasium.spec(env_id).entry_point
+    try:
+        creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+        parameters = inspect.signature(cast("Callable[..., object]", creator)).parameters.values()
+    except (TypeError, ValueError, ImportError, AttributeError):
+        return None
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    known = {one.name for one in parameters} | set(inspect.signature(gymnasium.make).parameters)
+    wrong = next((name for name in kwargs if name not in known), None)
+    takes = [one.name for one in parameters]
+    return None if wrong is None else UnknownNameError(f"argument of {env_id}", wrong, takes)
 
 
 def _import(module: str, env_id: str) -> None:

@@ -119,7 +119,7 @@ class Tooled(gymllm.Env):
         return "a question", {}
 
     async def astep(self, action: str) -> Any:
-        return repr(action), 0.0, "submit" in action, False, {}
+        return repr(action), 0.0, "submit" in action, False, {"reason": "no test passes"}
 
 
 def test_calls_of_tools_and_blocks_can_be_typed(
@@ -137,7 +137,7 @@ def test_calls_of_tools_and_blocks_can_be_typed(
         "/submit",
     ]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed) + "\n"))
-    gymnasium.register("test/Tooled-v0", Tooled)
+    gymnasium.register("test/Tooled-v0", lambda **_: Tooled())
     try:
         assert main(["test/Tooled-v0"]) == 0
     finally:
@@ -152,6 +152,7 @@ def test_calls_of_tools_and_blocks_can_be_typed(
     actions = ["```bash\nls\n\npwd\n```", listed, "/bash {no", called, submitted]
     assert output.out.splitlines() == ["a question", *map(repr, actions)]
     assert "Tools: bash(command), submit()." in output.err
+    assert output.err.endswith("Terminated after 5 turns, total reward 0: no test passes.\n")
 
 
 def test_a_block_without_an_end_ends_with_the_input(

@@ -79,6 +79,11 @@ def test_an_id_that_is_no_text_is_named(env_id: Any) -> None:
         gymllm.make(env_id)
 
 
+def test_a_misspelt_argument_is_answered_with_the_right_one() -> None:
+    with pytest.raises(UnknownNameError, match=r"FrozenLake-v0 'siz'\. Did you mean size\?"):
+        make(ENV_ID, siz=4)
+
+
 def test_wrong_arguments_say_which() -> None:
     with pytest.raises(ConfigError, match="no_such_option"):
         make(ENV_ID, no_such_option=1)

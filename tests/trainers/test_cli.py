@@ -235,6 +235,13 @@ def test_prompt_longer_than_the_context_is_no_reward_of_0(capsys):
     assert "Raise --context-length" in capsys.readouterr().err
 
 
+def test_failures_of_a_kind_are_counted_together():
+    from gymllm_trainers.evaluate import _kinds
+
+    asked = {f"failed: EngineError: no answer to request {n}": 1 for n in range(3)}
+    assert _kinds({"terminated": 2, **asked}) == {"failed: EngineError": 3, "terminated": 2}
+
+
 def test_full_disk_still_shows_what_an_evaluation_came_to(capsys, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

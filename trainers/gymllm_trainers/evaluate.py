@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -546,12 +547,14 @@ def result_table(evaluation: Evaluation, result: EvaluationResult, elapsed_s: fl
         ("tokens", result.tokens, 0),
         ("generated tokens", result.generated_tokens, 0),
     ):
+        if not result.scored:
+            break  # there is no mean of nothing
         interval = f"{estimate.low:.{digits}f} to {estimate.high:.{digits}f}"
         style = "bold" if label.startswith("reward") else ""
         table.add_row(label, f"{estimate.mean:.{digits}f}", interval, style=style)
     table.add_section()
-    for ending, count in result.endings.items():
-        table.add_row(_short(ending), str(count), f"{count / result.episodes:.0%}")
+    for ending, count in _kinds(result.endings).items():
+        table.add_row(ending, str(count), f"{count / result.episodes:.0%}")
     if result.invalid_actions:
         table.add_row("actions not readable", str(result.invalid_actions), "")
     if result.retried:
@@ -577,7 +580,18 @@ def _estimate(estimate: Estimate) -> dict[str, float | int | None]:
 
 
 def _counts(endings: Mapping[str, int]) -> str:
-    return ", ".join(f"{_short(ending)} {count}" for ending, count in endings.items())
+    return ", ".join(f"{kind} {count}" for kind, count in _kinds(endings).items())
+
+
+def _kinds(endings: Mapping[str, int]) -> dict[str, int]:
+    """Failures by the error's class alone: their texts name requests and slots, each another."""
+    counts = Counter[str]()
+    for ending, count in endings.items():
+        how, _, reason = ending.partition(": ")
+        counts[f"failed: {reason.partition(':')[0]}" if how == "failed" else _short(ending)] += (
+            count
+        )
+    return dict(counts.most_common())
 
 
 def _short(text: str) -> str:

@@ -241,8 +241,9 @@ async def _run(task: TerminalTask, sandbox: Sandbox, step: RunStep) -> None:
 
 
 def _failed(task: TerminalTask, step: CopyStep | RunStep, said: bytes) -> ConfigError:
+    why = clip(clean(said).strip(), 500) or "it said nothing"
     return ConfigError(
-        f"terminal task {task.id!r}: {step.line} failed: {clip(clean(said).strip(), 500) or 'silently'}. "
+        f"terminal task {task.id!r}: {step.line} failed: {why}. "
         'Local sandboxes have this machine\'s programs, no network and one folder to write to; kind="docker" '
         "builds images."
     )

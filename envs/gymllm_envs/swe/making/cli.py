@@ -149,6 +149,8 @@ async def _make_all(options: _Options, names: Sequence[str]) -> Made:
         rewriter = Rewriter(engine=engine, seed=options.seed)
         made = await make(rewriter)
         _print(f"{rewriter.rewritten} descriptions rewritten, {rewriter.refused} kept as they were")
+        if rewriter.problem:
+            _complain(f"The model gave no answer, the first time because {rewriter.problem}")
         return made
 
 

@@ -29,6 +29,8 @@ class Rewriter:
     rewritten: int = 0
     refused: int = 0
     """How often the draft was kept."""
+    problem: str = ""
+    """Why the engine gave no answer, the first time that it gave none."""
 
     async def __call__(self, task: SweTask) -> str:
         """The statement in other words, or as it was."""
@@ -41,8 +43,9 @@ class Rewriter:
         )
         try:
             reply = await self.engine.chat(request)
-        except (EngineError, ContextLengthError):
+        except (EngineError, ContextLengthError) as problem:
             self.refused += 1
+            self.problem = self.problem or str(problem)
             return draft
         text = reply.message.content.strip() + "\n"
         if reply.finish_reason is not FinishReason.STOP or not _usable(text, task):

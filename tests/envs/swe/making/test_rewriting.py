@@ -67,3 +67,4 @@ async def test_other_answers_leave_the_draft(text: str, reason: FinishReason) ->
     rewriter = Rewriter(engine=Engine(text, reason))
     assert await rewriter(TASK) == DRAFT
     assert (rewriter.rewritten, rewriter.refused) == (0, 1)
+    assert rewriter.problem == ("" if text else "the server is gone")
