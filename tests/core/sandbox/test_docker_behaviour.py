@@ -31,6 +31,7 @@ from test_files import (  # noqa: F401
     test_what_cannot_be_read,
     test_write_read_list,
 )
+from test_neighbours import SPY
 from test_shell import (  # noqa: F401
     test_a_cancelled_command_is_ended_before_the_next,
     test_a_shell_that_ignores_interrupts_is_killed_and_told,
@@ -85,4 +86,14 @@ async def sandbox(base: Path, docker_host: DockerHost, shared: list[Sandbox]) ->
 async def shell(sandbox: Sandbox) -> AsyncGenerator[Shell]:
     shell = await sandbox.shell()
     yield shell
+    await shell.aclose()
+
+
+@pytest.mark.parametrize("status", ["9" * 5000, "x"])
+async def test_a_forged_status_is_one_or_none(sandbox: Sandbox, status: str) -> None:
+    shell = await sandbox.shell()
+    await shell.run(SPY % (status, 254), timeout_s=5)
+    done = await shell.run("echo told", timeout_s=5)
+    assert b"told\n" in bytes(done.stdout)
+    assert done.exit_code in range(256)
     await shell.aclose()
