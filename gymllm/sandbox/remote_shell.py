@@ -116,7 +116,7 @@ class RemoteShell:
                 await stream.send(remote_programs.told(begun + b".", program))
                 pid = await self._until(stream, begun)
                 if pid is not None:
-                    self._pid = int(pid)
+                    self._pid = number(pid) or 0
                     await stream.send(self._dialect.settings + self._dialect.mark(ready))
                     if (said := await self._until(stream, ready)) is not None:
                         self._status(said)

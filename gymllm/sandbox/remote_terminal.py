@@ -16,6 +16,7 @@ from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox import remote_programs
 from gymllm.sandbox.interface import MAX_OUTPUT_BYTES
 from gymllm.sandbox.remote_exec import END_TIMEOUT_S, ending_signal
+from gymllm.sandbox.remote_marks import number
 from gymllm.sandbox.terminal import window_size
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _LISTENING = (
 )
 _SENT_AT_ONCE = 256
 _START_TIMEOUT_S = 10.0
+_LONGEST_START = 1 << 16
 
 
 class RemoteTerminal:
@@ -65,16 +67,16 @@ class RemoteTerminal:
                 while hello not in seen:
                     if (got := await stream.receive()) is None:
                         break
-                    seen += got[1]
+                    seen = (seen + got[1])[-_LONGEST_START:]
                 else:
                     await stream.send(remote_programs.told(word, program))
                 seen = seen.replace(hello, b"")
                 while (got := await stream.receive()) is not None:
-                    seen += got[1]
+                    seen = (seen + got[1])[-_LONGEST_START:]  # others may write to it
                     _, mark, after = seen.partition(word + b" ")
                     if mark and b"\n" in after:
                         pid, _, self._unread = after.partition(b"\n")
-                        self._pid = int(pid)
+                        self._pid = number(pid.strip()) or 0
                         self._stream = stream
                         return
             why = seen.decode(errors="replace").strip()[-500:]
