@@ -41,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 if the environment broke; 2 if it can't be made; 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(
-        prog="gymllm-play", description="Play an environment in the terminal, as a model sees it."
+        prog="gymllm-play",
+        description="Play an environment in the terminal, as a model sees it. A line is an action; a "
+        "block that begins with ``` may have several. Where there are tools, `$ COMMAND` calls bash and "
+        '`/NAME {"argument": value}` any of them.',
     )
     parser.add_argument("env", help="an environment's id, e.g. gymllm/FrozenLake-v0")
     parser.add_argument("--seed", type=int, help="seed of the episode; without one it is random")

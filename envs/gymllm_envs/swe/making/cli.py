@@ -16,7 +16,7 @@ import anyio
 from gymllm.errors import ConfigError, GymLLMError, SandboxError, UnknownNameError
 from gymllm_envs.swe.changes import Changes
 from gymllm_envs.swe.grading import gold_changes, grade
-from gymllm_envs.swe.making.making import Made, Progress, make_tasks
+from gymllm_envs.swe.making.making import Made, Progress, counted, make_tasks
 from gymllm_envs.swe.making.packages import PACKAGES
 from gymllm_envs.swe.making.rewriting import Rewriter
 from gymllm_envs.swe.task import SweTask, read_tasks
@@ -113,9 +113,10 @@ def _make(options: _Options) -> int:
     tried = sum(tried for tried, _ in made.operators.values())
     dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(made.dropped.items()))
     _print(
-        f"{options.out}: {len(made.tasks)} tasks of {made.packages} packages, {made.wall_s:.0f} s"
+        f"{options.out}: {counted(len(made.tasks), 'task')} of {counted(made.packages, 'package')}, "
+        f"{made.wall_s:.0f} s"
     )
-    _print(f"{tried} bugs tried" + (f"; dropped: {dropped}" if dropped else ""))
+    _print(f"{counted(tried, 'bug')} tried" + (f"; dropped: {dropped}" if dropped else ""))
     if len(made.tasks) < options.count:
         _complain(
             f"Only {len(made.tasks)} of {options.count} tasks: these packages have no more bugs to give. "
@@ -127,7 +128,7 @@ def _make(options: _Options) -> int:
 
 async def _make_all(options: _Options, names: Sequence[str]) -> Made:
     progress = Progress(
-        f"Making {options.count} tasks into {options.out}; Ctrl-C keeps what is made"
+        f"Making {counted(options.count, 'task')} into {options.out}; Ctrl-C keeps what is made"
     )
 
     async def make(rewriter: Rewriter | None) -> Made:

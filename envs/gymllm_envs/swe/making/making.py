@@ -32,6 +32,11 @@ DEFAULT_COUNT = 24
 Rewrite = Callable[[SweTask], Awaitable[str]]
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun: 1 task, 2 tasks."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 @dataclass(kw_only=True)
 class Made:
     """How far it is: what a progress line says, and what is left in the end."""
@@ -62,7 +67,8 @@ class Made:
         """Where it stands, in a line."""
         new, tried = len(self.tasks) - self.before, sum(t for t, _ in self.operators.values())
         said = (
-            f"{len(self.tasks)} of {self.count} tasks, {self.packages} packages, {tried} bugs tried"
+            f"{len(self.tasks)} of {counted(self.count, 'task')}, {counted(self.packages, 'package')}, "
+            f"{counted(tried, 'bug')} tried"
         )
         if new and len(self.tasks) < self.count:
             left_s = self.wall_s / new * (self.count - len(self.tasks))

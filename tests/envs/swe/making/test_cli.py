@@ -44,7 +44,7 @@ def test_make_validate_show(
     out = str(tmp_path / "t.jsonl")
     arguments = ["make", "--out", out, "--count", "1", "--packages", "shapes", "--seed", "3"]
     assert cli.main(arguments) == 0
-    assert "1 tasks of 1 packages" in capsys.readouterr().out
+    assert "1 task of 1 package," in capsys.readouterr().out
     assert cli.main(["validate", out]) == 0
     assert "1 of 1 tasks valid" in capsys.readouterr().out
     (task,) = read_tasks(Path(out))

@@ -172,10 +172,10 @@ def test_progress_is_plain_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     progress(made)
     made.add(Attempt(operator="flag", task=None, reason="survived"))
     made.add(Attempt(operator="flag", task=task))
-    assert made.line() == "1 of 2 tasks, 1 packages, 2 bugs tried, 0 s, about 0 s left"
+    assert made.line() == "1 of 2 tasks, 1 package, 2 bugs tried, 0 s, about 0 s left"
     made.add(Attempt(operator="twin", task=task))
     progress(made)
-    assert capsys.readouterr().err == "Making tasks.\n2 of 2 tasks, 1 packages, 3 bugs tried, 0 s\n"
+    assert capsys.readouterr().err == "Making tasks.\n2 of 2 tasks, 1 package, 3 bugs tried, 0 s\n"
     assert made.operators == {"flag": (2, 1), "twin": (1, 1)}
     assert made.dropped == {"survived": 1}
 
