@@ -27,6 +27,7 @@ from gymllm.errors import EnvError
 from gymllm.sandbox import Mount, SandboxSpec, open_sandbox
 from gymllm.sandbox.layers import copy_layer
 from gymllm_envs.swe.changes import Merged, write_layer
+from gymllm_envs.swe.copies import folders_with_copies
 from gymllm_envs.swe.making.cache import cache_folder
 from gymllm_envs.swe.making.packages import Package, package_named
 from gymllm_envs.swe.making.sdists import tree
@@ -65,6 +66,8 @@ class TaskTree:
     """A layer with a repository of the tree that the agent gets; empty without git."""
     site: Path
     """pytest, and what the tests import."""
+    copies: tuple[str, ...] = ()
+    """Folders of the system with copies of the package."""
 
     @property
     def given(self) -> Merged:
@@ -98,7 +101,7 @@ class TaskTree:
             base=self.base,
             layers=layers,
             mounts=(Mount(source=self.site, target=SITE), *mounts),
-            hidden=system_folders_to_hide(),
+            hidden=(*system_folders_to_hide(), *self.copies),
             workdir=WORKDIR,
             env={
                 "PYTHONPATH": ":".join(path),
@@ -136,6 +139,7 @@ async def prepare(task: SweTask) -> TaskTree:
         package=package,
         base=base,
         site=site,
+        copies=await to_thread.run_sync(_copies_to_hide, package, base),
         **{name: folder / name for name in ("bug", "hide", "git")},
     )
     if not folder.is_dir():
@@ -195,6 +199,13 @@ async def _commit(spec: SandboxSpec, layer: Path) -> None:
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(snapshot.discard)
+
+
+def _copies_to_hide(package: Package, base: Path) -> tuple[str, ...]:
+    roots = tuple(sorted({"/usr", os.path.realpath(sys.base_prefix)}))
+    hidden = tuple(f"{folder}/" for folder in system_folders_to_hide())
+    found = folders_with_copies(package, base, roots)
+    return tuple(folder for folder in found if not f"{folder}/".startswith(hidden))
 
 
 @functools.cache

@@ -70,8 +70,8 @@ _SEARCHES = [
     ),
     shell(
         "caches and installed copies",
-        f"found=$({_FIND} \\( -name 'chunks.py*' -o -name '*.whl' -o -name 'sample-*' \\) -print "
-        "2>/dev/null); echo found: $found",
+        f"found=$({_FIND} \\( -path '*/sample/chunks.*' -o -name 'sample*.whl' -o -name 'sample-1*' \\) "
+        "-print 2>/dev/null); echo found: $found",
         seen=r"(?m)^found: /testbed/src/sample/chunks\.py$",
     ),
 ]
