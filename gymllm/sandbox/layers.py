@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -39,12 +39,12 @@ def copy_layer(
             ENAMETOOLONG: folders lie in folders without an end.
     """
     target.mkdir(mode=0o755)
-    top, copied = os.open(source, _FOLDER), os.open(target, _FOLDER)
-    try:
+    with ExitStack() as opened:
+        top = os.open(source, _FOLDER)
+        opened.callback(os.close, top)
+        copied = os.open(target, _FOLDER)
+        opened.callback(os.close, copied)
         _copy_folder(top, copied, _Room(max_bytes, held_bytes, copied))
-    finally:
-        os.close(top)
-        os.close(copied)
 
 
 class _Room:

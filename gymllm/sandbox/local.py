@@ -76,7 +76,12 @@ class LocalSandbox:
 
     async def start(self) -> None:
         """Starts it; cleans up if that fails or is cancelled."""
-        self._running = await start(self._current, self._kind)
+        try:
+            self._running = await start(self._current, self._kind)
+        except OSError as problem:  # no room for our notes, no descriptor left
+            raise SandboxStartError(
+                f"A sandbox of kind {self._kind!r} did not start: {problem}."
+            ) from problem
 
     @property
     def spec(self) -> SandboxSpec:
@@ -430,9 +435,12 @@ class Running:
         return self._ends is not None and time.monotonic() > self._ends
 
     async def start_job(self, request: dict[str, object], fds: Sequence[int]) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
         written = os.memfd_create("request", os.MFD_CLOEXEC)
+        try:
+            ours, theirs = _sockets()
+        except OSError:
+            os.close(written)
+            raise
         try:
             _write_all(written, marshal.dumps(request))
             while True:
@@ -479,6 +487,12 @@ class Running:
         self._note.unlink(missing_ok=True)
 
 
+def _sockets() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
 def _write_all(fd: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
@@ -504,7 +518,12 @@ async def ended(process: subprocess.Popen[bytes]) -> None:
 async def _exited(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
-    pidfd = os.pidfd_open(process.pid)
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except OSError:  # no descriptor is left, which must not keep a sandbox from ending
+        while process.poll() is None:  # noqa: ASYNC110 - what would tell us takes a descriptor
+            await anyio.sleep(0.005)
+        return
     try:
         await anyio.wait_readable(pidfd)
         process.wait()
@@ -515,9 +534,12 @@ async def _exited(process: subprocess.Popen[bytes]) -> None:
 async def start(spec: SandboxSpec, kind: str) -> Running:
     """Starts the processes of a sandbox; leaves nothing when that fails or is cancelled."""
     await anyio.lowlevel.checkpoint()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
     errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+    try:
+        ours, theirs = _sockets()
+    except OSError:
+        os.close(errors)
+        raise
     cgroups = Cgroups()
     running: Running | None = None
     try:

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -300,3 +302,31 @@ async def test_a_sandbox_that_died_while_it_waited_is_not_handed_out() -> None:
                 await anyio.sleep(0.005)
         async with pool.lease(spec) as sandbox:
             assert sandbox is not made[0]
+
+
+async def test_without_descriptors_it_says_so_and_ends_all_the_same(
+    nothing_left: None, base: Path
+) -> None:
+    async with await open_sandbox(SandboxSpec(base=base)) as first:
+        await first.snapshot()  # what this process opens once is open
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd"))
+    for free in (0, 2, 5):
+        sandbox = await open_sandbox(SandboxSpec(base=base))
+        held: list[int] = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 60, hard))
+        try:
+            with suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for _ in range(free):
+                os.close(held.pop())
+            with suppress(OSError):
+                await sandbox.snapshot()
+            with suppress(SandboxStartError):
+                await (await open_sandbox(SandboxSpec(base=base))).aclose()
+            await sandbox.aclose()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in held:
+                os.close(fd)
