@@ -49,16 +49,6 @@ class Cgroups:
                 else:
                     break
 
-    def out_of_memory(self) -> int:
-        """How many processes were killed for want of memory."""
-        for folder in self.folders:
-            for name in ("memory.events", "memory.oom_control"):
-                with suppress(OSError):
-                    for line in (folder / name).read_text().splitlines():
-                        if line.startswith("oom_kill "):
-                            return int(line.split()[1])
-        return 0
-
 
 def kill_all(folder: Path) -> None:
     """Kills every process of a group."""

@@ -324,7 +324,11 @@ class LocalShell:
             return int(array.array("i", packed[:4])[0])
         if said[:1] == b"p":
             return -1
-        raise SandboxError("The shell could not be started.")
+        why = os.strerror(int(said[1:])) if said[:1] == b"f" else "the sandbox is gone"
+        raise SandboxError(
+            f"The shell could not be started: {why}. Is a process free, of the sandbox's (spec.pids) and of "
+            "this machine's?"
+        )
 
 
 def _status_of(word: bytes, lines: list[bytes]) -> int | None:

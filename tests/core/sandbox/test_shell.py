@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import anyio
 import pytest
 from sandbox_helpers import processes_with, said
 
-from gymllm.errors import ConfigError, SandboxDiedError
+from gymllm.errors import ConfigError, SandboxDiedError, SandboxError
+from gymllm.sandbox import SandboxSpec, open_sandbox
 from gymllm.sandbox.local import LocalSandbox
 from gymllm.sandbox.shell import LocalShell, quoted
 
@@ -234,3 +236,18 @@ async def test_shells_of_one_sandbox_share_its_tree_and_nothing_else(
     await sandbox.aclose()
     with pytest.raises(SandboxDiedError):
         await two.run("true")
+
+
+async def test_no_process_for_a_shell_is_an_error_that_says_so(base: Path) -> None:
+    async with await open_sandbox(SandboxSpec(base=base, pids=12)) as sandbox:
+        if not sandbox.limits.pids:
+            pytest.skip("nothing bounds processes here")
+        first = await sandbox.shell()
+        await first.run("for i in {1..20}; do sleep 96.7 & done")
+
+        async def open_many() -> None:
+            for _ in range(12):
+                await sandbox.shell()
+
+        with pytest.raises(SandboxError, match=r"started: Resource temporarily.*spec\.pids"):
+            await open_many()
