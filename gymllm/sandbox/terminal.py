@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.lowlevel
 
 from gymllm.errors import ConfigError, SandboxDiedError, SandboxError
 from gymllm.sandbox.interface import MAX_OUTPUT_BYTES
@@ -119,6 +120,7 @@ class LocalTerminal:
         self._require_open()
         self._waiting += 1
         try:
+            await anyio.lowlevel.checkpoint()  # a program that never stops holds up nobody
             with anyio.move_on_after(timeout_s):
                 while not self._dropped:
                     if data := self._read(max_bytes):

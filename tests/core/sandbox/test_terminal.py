@@ -224,3 +224,21 @@ async def test_a_sandbox_full_of_processes_is_an_error(base: Path) -> None:
 
         with pytest.raises(SandboxError, match="could open no terminal"):
             await open_many()
+
+
+async def test_endless_output_holds_up_nobody(sandbox: LocalSandbox) -> None:
+    terminal = await sandbox.terminal(["sh", "-c", "stty raw; cat /dev/zero"])
+    turns = 0
+    async with anyio.create_task_group() as tasks:
+
+        async def another() -> None:
+            nonlocal turns
+            while True:
+                await anyio.lowlevel.checkpoint()
+                turns += 1
+
+        tasks.start_soon(another)
+        for _ in range(50):
+            await terminal.receive(5)
+        tasks.cancel_scope.cancel()
+    assert turns >= 49
