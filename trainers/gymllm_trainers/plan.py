@@ -157,6 +157,9 @@ def _episodes(config: TrainConfig) -> list[tuple[str, str, str]]:
     a_step = groups * rollout.group_size
     admitted = a_step * (1 + rollout.max_lag)
     tokens = a_step * config.engine.context_length
+    # Environments with limits of these names end first, where theirs are lower.
+    turns = _least(rollout.max_turns, config.env.kwargs.get("max_turns"))
+    seconds = _least(rollout.episode_timeout_s, config.env.kwargs.get("wall_clock_s"))
     row = config.learner.row_tokens or 2 * config.engine.context_length
     micro = -(-tokens // (row * config.learner.rows))
     return [
@@ -167,11 +170,15 @@ def _episodes(config: TrainConfig) -> list[tuple[str, str, str]]:
             f"{a_step * config.steps:,} in {config.steps:,} steps, refills apart",
         ),
         ("episodes", "at once", f"{min(rollout.concurrency, admitted)} of {admitted} admitted"),
-        ("episodes", "limits", f"{rollout.max_turns} turns, {rollout.episode_timeout_s:g} s"),
+        ("episodes", "limits", f"{turns:g} turns, {seconds:g} s"),
         ("tokens", "an episode", f"at most {config.engine.context_length:,}"),
         ("tokens", "a step", f"at most {tokens:,}: {micro} micro-batches"),
         ("tokens", "a micro-batch", f"{config.learner.rows} rows of {row:,}"),
     ]
+
+
+def _least(ours: float, theirs: object) -> float:
+    return min(ours, theirs) if isinstance(theirs, int | float) and theirs > 0 else ours
 
 
 def _memory(config: TrainConfig, shape: DecoderConfig) -> Iterator[tuple[str, int]]:

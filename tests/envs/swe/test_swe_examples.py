@@ -132,6 +132,7 @@ def test_the_recipe_can_be_planned(task_file: Path) -> None:
     said = {(part, what): much for part, what, much in found.rows}
     assert said["environment", "tools"] == "bash, edit, search, submit"
     assert said["environment", "tasks"] == "1"
+    assert said["episodes", "limits"] == "30 turns, 900 s"  # the environment's, which end first
     assert found.device_bytes is not None
     assert found.device_bytes < 60 * 2**30  # leaves room for activations on 80 GB
 
