@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -191,7 +192,10 @@ class SWE(Env):
     def task_ids(self) -> list[str]:
         """Every task's id, in order; makes the default ones if they aren't there yet."""
         if not self._tasks:
-            self._tasks = {task.id: task for task in default_tasks()}
+            # In a thread: it runs an event loop of its own, and there may be one here.
+            with ThreadPoolExecutor(1) as thread:
+                found = thread.submit(default_tasks).result()
+            self._tasks = {task.id: task for task in found}
         return list(self._tasks)
 
     async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

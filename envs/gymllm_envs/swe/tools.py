@@ -41,7 +41,7 @@ BASH = schema(
 EDIT = schema(
     "edit",
     "Views and changes text files. view: a file with line numbers, or a folder. create: writes a new file. "
-    "str_replace: replaces old_str, which must be there exactly once, by new_str. insert: puts new_str after "
+    "str_replace: replaces old_str, which must be there exactly once, by new_str. insert: puts insert_text after "
     "line insert_line (0: at the top). undo_edit: takes the last change of the file back.",
     ["command", "path"],
     command={
@@ -57,8 +57,9 @@ EDIT = schema(
     },
     file_text=_text("create: the file's whole text."),
     old_str=_text("str_replace: what is there now, with enough lines around it to be unique."),
-    new_str=_text("str_replace and insert: what is to be there."),
+    new_str=_text("str_replace: what is to be there."),
     insert_line={"type": "integer", "description": "insert: the line after which to insert."},
+    insert_text=_text("insert: the lines to insert."),
 )
 SEARCH = schema(
     "search",
@@ -194,7 +195,11 @@ class Toolbox:
 
     async def _edit(self, arguments: Mapping[str, object]) -> str:
         command, path = cast(str, arguments["command"]), cast(str, arguments["path"])
-        needed = {"create": ["file_text"], "str_replace": ["old_str"], "insert": ["insert_line"]}
+        needed = {
+            "create": ["file_text"],
+            "str_replace": ["old_str"],
+            "insert": ["insert_line", "insert_text"],
+        }
         for name in needed.get(command, []):
             if name not in arguments:
                 raise EditError(f"edit {command} needs the argument {name!r}.")
@@ -209,7 +214,7 @@ class Toolbox:
             return await self._editor.str_replace(path, cast(str, arguments["old_str"]), new)
         if command == "insert":
             line = cast(int, arguments["insert_line"])
-            return await self._editor.insert(path, line, cast(str, arguments.get("new_str", "")))
+            return await self._editor.insert(path, line, cast(str, arguments["insert_text"]))
         return await self._editor.undo_edit(path)
 
 
