@@ -41,8 +41,8 @@ BASH = schema(
 EDIT = schema(
     "edit",
     "Views and changes text files. view: a file with line numbers, or a folder. create: writes a new file. "
-    "str_replace: replaces old_str, which must be there exactly once, by new_str. insert: puts insert_text after "
-    "line insert_line (0: at the top). undo_edit: takes the last change of the file back.",
+    "str_replace: replaces old_str, which must be there exactly once, by new_str. insert: puts insert_text "
+    "after line insert_line (0: at the top). undo_edit: takes the last change of the file back.",
     ["command", "path"],
     command={
         "type": "string",
