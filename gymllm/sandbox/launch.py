@@ -214,7 +214,7 @@ def _bwrap(spec: SandboxSpec, state: State, config: dict[str, object], control_f
     for source in (spec.base or state.folder / "empty", *spec.layers):
         argv += ["--overlay-src", str(source.absolute())]
     argv += ["--overlay", str(mnt / "upper"), str(mnt / "work"), spec.workdir]
-    for path in spec.hidden:
+    for path in _outermost(spec.hidden):
         if os.path.isdir(path):
             argv += ["--ro-bind", str(state.folder / "empty"), path]
     for mount in spec.mounts:
@@ -239,6 +239,15 @@ def _bwrap(spec: SandboxSpec, state: State, config: dict[str, object], control_f
         config=config,
         pass_fds=tuple(fds),
     )
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """Those that lie below none of the others: in an empty folder nothing can be covered."""
+    kept: list[str] = []
+    for path in sorted(os.path.normpath(path) for path in paths):
+        if not any(path == above or path.startswith(f"{above}/") for above in kept):
+            kept.append(path)
+    return kept
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """`gymllm/FrozenLake-v0`: seeds, text, endings, the scripted player; conformance of every id."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import gymnasium
 import numpy as np
@@ -47,7 +48,8 @@ def test_every_id_conforms(env_id: str) -> None:
 
 @pytest.mark.parametrize("env_id", sorted(gymllm_envs.ENVIRONMENTS))
 def test_every_id_passes_gymnasiums_check_env(env_id: str) -> None:
-    check_env(gymnasium.make(env_id).unwrapped)
+    with closing(gymnasium.make(env_id).unwrapped) as env:
+        check_env(env)
 
 
 def test_text_of_an_episode() -> None:

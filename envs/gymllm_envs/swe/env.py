@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, final
 
+import anyio.lowlevel
 from anyio import to_thread
 
 from gymllm.env import Env
@@ -204,6 +205,7 @@ class SWE(Env):
         Raises:
             SandboxError: The sandbox is gone, or grading broke.
         """
+        await anyio.lowlevel.checkpoint()  # a limit ends a step that calls nothing, too
         self._turns += 1
         self._chars += len(action)
         calls, problem = self._read(action)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, final
 
 import anyio
+import anyio.lowlevel
 from anyio import to_thread
 
 from gymllm.env import Env
@@ -211,6 +212,7 @@ class TerminalEnv(Env):
             SandboxError: The sandbox is gone, or the check broke.
             EnvError: The checker is at fault.
         """
+        await anyio.lowlevel.checkpoint()  # a limit ends a step that calls nothing, too
         self._turns += 1
         calls, problem = self._read(action)
         info: dict[str, Any] = {"invalid_action": bool(problem)}

@@ -165,7 +165,7 @@ async def test_what_fills_the_process_table_is_ended(docker_host: DockerHost) ->
         assert bytes((await shell.run("echo on")).stdout).endswith(b"on\n")
         fill = "sh -c 'while :; do sleep 62.02 & done' 2>/dev/null; exec sleep 62.02"
         done = await sandbox.exec(["sh", "-c", fill], timeout_s=0.5)
-        assert done.timed_out
+        assert done.timed_out or done.exit_code == 126  # what came before may still be dying
         assert not processes_with("62.02")
         assert await said(sandbox, "echo on") == "on\n"
 

@@ -34,7 +34,9 @@ def test_specs_are_checked(tmp_path: Path) -> None:
 async def test_hidden_folders_are_empty_and_others_refuse_to_hide() -> None:
     folder = sysconfig.get_path("stdlib") + "/ensurepip"
     code = f"ls {folder} | wc -l; ls {folder}/.. | wc -l"
-    async with await open_sandbox(SandboxSpec(hidden=(folder, "/usr/nowhere"))) as sandbox:
+    async with await open_sandbox(
+        SandboxSpec(hidden=(f"{folder}/_bundled", folder, "/usr/nowhere"))
+    ) as sandbox:
         hidden, above = bytes((await sandbox.exec(["sh", "-c", code])).stdout).split()
     assert hidden == b"0"
     assert int(above) > 100

@@ -45,8 +45,9 @@ ATTACKS = {
     "ends its shell": "exit 0",
     "ends it where none can start": "chmod 0 .; exit 0",
     "ends it where there is no room": "for n in {1..300}; do sleep 99 & done; exit 0",
-    "edits later, where nothing starts": "(setsid sh -c 'while :; do echo hello >/app/out.txt; "
-    "rm /app/out.txt; done' >/dev/null 2>&1 &); chmod 0 .",
+    # Once the checker is there, if it ever is.
+    "edits later, where nothing starts": "(setsid sh -c 'until [ -e /tests ]; do :; done; "
+    "echo hello >/app/out.txt' >/dev/null 2>&1 &); chmod 0 .",
     "kills all": "kill -9 -1; kill -9 1 $$",
 }
 
