@@ -117,6 +117,12 @@ def all_copies(source: str, tests: Sequence[str]) -> Trial:
     return Trial(source=text, renamed=renamed, copies=copies)
 
 
+def inherited(source: str, tests: Sequence[str]) -> set[str]:
+    """Names of test functions that some of these tests have from another class: they can't be renamed."""
+    functions = [tuple(test.partition("[")[0].split("::")[1:]) for test in tests]
+    return {f[-1] for f in functions if len(f) > 1 and _find(source, f) is None}
+
+
 def _rewritten(
     source: str,
     functions: Sequence[_Function],

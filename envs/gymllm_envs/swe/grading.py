@@ -26,7 +26,7 @@ from gymllm.errors import SandboxDiedError, SandboxError
 from gymllm.sandbox import Mount, Sandbox, open_sandbox
 from gymllm.sandbox.clip import clean
 from gymllm.sandbox.state import state
-from gymllm_envs.swe.canaries import add_canaries, all_copies
+from gymllm_envs.swe.canaries import add_canaries, all_copies, inherited
 from gymllm_envs.swe.changes import Changes, patch_of, write_layer
 from gymllm_envs.swe.making.running import interpreter_name
 from gymllm_envs.swe.patching import apply_patch
@@ -131,8 +131,9 @@ async def _graded(
     renamed: dict[str, str] = {}
     guesses = 1
     for file in test_files(task):
-        copied = [test for test in task.canaries if test.partition("::")[0] == file]
-        with_canaries = add_canaries(file, _source(task, made, file), copied, rng)
+        source = _source(task, made, file)
+        copied = _own(source, task.canaries, _in(file, _all(task)))
+        with_canaries = add_canaries(file, source, copied, rng)
         layer[file] = with_canaries.source.encode()
         names |= with_canaries.names
         renamed |= with_canaries.renamed
@@ -154,6 +155,17 @@ def _called(tests: Sequence[str], renamed: Mapping[str, str]) -> dict[str, str]:
         function, bracket, parameters = test.partition("[")
         called[test] = f"{functions.get(function, function)}{bracket}{parameters}"
     return called
+
+
+def _in(file: str, tests: Sequence[str]) -> list[str]:
+    return [test for test in tests if test.partition("::")[0] == file]
+
+
+def _own(source: str, tests: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Those of the tests in `wanted` whose functions no other of them has from its class's base."""
+    shared = inherited(source, wanted)
+    names = {test: test.partition("[")[0].rpartition("::")[2] for test in tests if test in wanted}
+    return [test for test, name in names.items() if name not in shared]
 
 
 def _all(task: SweTask) -> tuple[str, ...]:
@@ -336,8 +348,9 @@ async def working_canaries(task: SweTask) -> tuple[str, ...]:
     copies: dict[str, Sequence[str]] = {}
     renamed: dict[str, str] = {}
     for file in test_files(task):
-        tests = [test for test in task.fail_to_pass if test.partition("::")[0] == file]
-        trial = all_copies(_source(task, made, file), tests)
+        source = _source(task, made, file)
+        tests = _own(source, _in(file, task.fail_to_pass), _in(file, _all(task)))
+        trial = all_copies(source, tests)
         layer[file] = trial.source.encode()
         copies |= trial.copies
         renamed |= trial.renamed

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gymllm_envs.swe.canaries import add_canaries, all_copies
+from gymllm_envs.swe.canaries import add_canaries, all_copies, inherited
 from gymllm_envs.swe.expected import changed_values
 
 SOURCE = '''import pytest
@@ -189,3 +189,13 @@ def test_what_asserts_nothing_has_no_copies() -> None:
     (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
     assert changed_values(function, source) == []
+
+
+def test_functions_that_others_inherit_are_found() -> None:
+    source = (
+        "class TestOne:\n    def test_a(self):\n        assert f() == 1\n\n"
+        "class TestTwo(TestOne):\n    def test_b(self):\n        assert f() == 2\n"
+    )
+    names = ["t.py::TestOne::test_a", "t.py::TestTwo::test_a", "t.py::TestTwo::test_b[x]"]
+    assert inherited(source, names) == {"test_a"}
+    assert inherited(source, [names[0], names[2]]) == set()

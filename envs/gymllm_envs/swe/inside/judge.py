@@ -25,6 +25,7 @@ from typing import TypedDict, cast
 
 _MOST_LINE_BYTES = 1 << 20
 _MOST_MESSAGE_CHARS = 2000
+_KEPT = ("PATH", "HOME", "USER", "LANG", "TERM", "TMPDIR")
 _PR_SET_DUMPABLE = 4
 
 
@@ -76,7 +77,9 @@ class Worker:
         here = os.path.dirname(os.path.abspath(__file__))
         with open("/tmp/worker.log", "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", f"{here}/worker.py", str(told), str(said)],
+                [sys.executable, "-P", "-s", "-S", "-B", f"{here}/worker.py", str(told), str(said)],
+                # The order of sets is in the names of some tests: always the same.
+                env={**{n: os.environ[n] for n in _KEPT if n in os.environ}, "PYTHONHASHSEED": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

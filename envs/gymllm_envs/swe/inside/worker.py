@@ -185,6 +185,10 @@ def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     arguments = ["-c", f"{here}/pytest.ini", "--rootdir", root, "--confcutdir", root]
     arguments += ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-q", "--noconftest"]
+    arguments += [
+        "--tb",
+        "native",
+    ]  # others read the sources, which may end in an error of their own
     status = pytest.main([*arguments, *order["pytest_args"], *order["files"]], plugins=[lockstep])
     os._exit(int(status))
 

@@ -18,12 +18,14 @@ from typing import cast
 import anyio
 
 from gymllm.errors import ConfigError, EnvError, GymLLMError, SandboxError
-from gymllm_envs.swe.grading import working_canaries
+from gymllm_envs.swe.changes import Changes
+from gymllm_envs.swe.grading import gold_changes, grade, working_canaries
 from gymllm_envs.swe.making.cache import cache_folder, locked
 from gymllm_envs.swe.making.package_maker import Attempt, PackageMaker
 from gymllm_envs.swe.making.packages import PACKAGES, package_named
 from gymllm_envs.swe.making.site import PINNED
 from gymllm_envs.swe.task import SweTask, read_tasks, to_row, write_tasks
+from gymllm_envs.swe.trees import prepare
 
 DEFAULT_PACKAGES = ("toolz", "inflection", "isodate", "funcy", "webcolors", "parse")
 """Small ones, whose tests are quick."""
@@ -156,8 +158,10 @@ async def _round(
 
     async def tell(attempt: Attempt) -> None:
         if attempt.task is not None:
-            attempt = replace(attempt, task=await _finished(attempt.task, rewrite))
-            assert attempt.task is not None
+            task = await _finished(attempt.task, rewrite)
+            reason = "" if task is not None else "grading disagrees"
+            attempt = replace(attempt, task=task, reason=reason)
+        if attempt.task is not None:
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(to_row(attempt.task), ensure_ascii=False) + "\n")
         made.add(attempt)
@@ -180,14 +184,37 @@ async def _round(
         raise unusable[0]
 
 
-async def _finished(task: SweTask, rewrite: Rewrite | None) -> SweTask:
-    """What is done for a task that counts."""
+async def _finished(task: SweTask, rewrite: Rewrite | None) -> SweTask | None:
+    """What is done for a task that counts; None if grading, which has the last word, disagrees."""
     working = await working_canaries(task)
     # A function whose tests have canaries gets another name, so all that are asked for must have some.
     partly = {_function(test) for test in task.fail_to_pass if test not in working}
     canaries = tuple(test for test in working if _function(test) not in partly)
-    task = replace(task, canaries=canaries)
-    return task if rewrite is None else replace(task, problem_statement=await rewrite(task))
+    graded = await _graded(replace(task, canaries=canaries))
+    if graded is None or rewrite is None:
+        return graded
+    return replace(graded, problem_statement=await rewrite(graded))
+
+
+async def _graded(task: SweTask) -> SweTask | None:
+    """The task without the tests that grading doesn't find; None if gold isn't 1, or nothing isn't 0."""
+    gold = gold_changes(task, await prepare(task))
+    verdict = await grade(task, gold)
+    if not verdict.resolved:  # names that depend on the order of a set, say
+        results = {**verdict.fail_to_pass, **verdict.pass_to_pass}
+        there = {test for test, result in results.items() if result == "passed"}
+        f2p, p2p, canaries = (
+            tuple(test for test in tests if test in there)
+            for tests in (task.fail_to_pass, task.pass_to_pass, task.canaries)
+        )
+        if not f2p or not p2p:
+            return None
+        task = replace(task, fail_to_pass=f2p, pass_to_pass=p2p, canaries=canaries)
+        if not (await grade(task, gold)).resolved:
+            return None
+    nothing = await grade(task, Changes())
+    fails = all(result == "failed" for result in nothing.fail_to_pass.values())
+    return task if fails and not nothing.tampered else None
 
 
 def _function(test: str) -> str:
