@@ -163,9 +163,11 @@ async def test_what_fills_the_process_table_is_ended(docker_host: DockerHost) ->
         if done.shell_died:
             await shell.restart()
         assert bytes((await shell.run("echo on")).stdout).endswith(b"on\n")
+    # In one of its own: what a bomb leaves in its last breath may fill the first for good.
+    async with await open_sandbox(SPEC, docker_host) as sandbox:
         fill = "sh -c 'while :; do sleep 62.02 & done' 2>/dev/null; exec sleep 62.02"
         done = await sandbox.exec(["sh", "-c", fill], timeout_s=0.5)
-        assert done.timed_out or done.exit_code == 126  # what came before may still be dying
+        assert done.timed_out
         assert not processes_with("62.02")
         assert await said(sandbox, "echo on") == "on\n"
 
