@@ -13,6 +13,7 @@ names, too; copies stand in random order, differ in one place only, and are run 
 from __future__ import annotations
 
 import ast
+import functools
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -201,11 +202,17 @@ def _called(test: str, name: str) -> str:
     return f"{path.rpartition('::')[0]}::{name}{bracket}{parameters}"
 
 
-def _find(source: str, names: _Function) -> ast.FunctionDef | None:
+@functools.lru_cache(maxsize=32)
+def _parsed(source: str) -> Sequence[ast.stmt]:
+    """Asked for once for each test of a file. Nobody changes what is given."""
     try:
-        body: Sequence[ast.stmt] = ast.parse(source).body
+        return ast.parse(source).body
     except (SyntaxError, ValueError):
-        return None
+        return ()
+
+
+def _find(source: str, names: _Function) -> ast.FunctionDef | None:
+    body = _parsed(source)
     for name in names[:-1]:
         inner = [n for n in body if isinstance(n, ast.ClassDef) and n.name == name]
         if len(inner) != 1:
