@@ -25,7 +25,7 @@ from typing import TypedDict, cast
 
 _MOST_LINE_BYTES = 1 << 20
 _MOST_MESSAGE_CHARS = 2000
-_KEPT = ("PATH", "HOME", "USER", "LANG", "TERM", "TMPDIR")
+_CHILDREN = "GYMLLM_PYTHONPATH"
 _PR_SET_DUMPABLE = 4
 
 
@@ -78,8 +78,13 @@ class Worker:
         with open("/tmp/worker.log", "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-s", "-S", "-B", f"{here}/worker.py", str(told), str(said)],
-                # The order of sets is in the names of some tests: always the same.
-                env={**{n: os.environ[n] for n in _KEPT if n in os.environ}, "PYTHONHASHSEED": "0"},
+                # The order of sets is in the names of some tests: always the same. The modules' path is
+                # for what tests start; the worker itself looks into the standard library first.
+                env={
+                    **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+                    "PYTHONHASHSEED": "0",
+                    _CHILDREN: os.environ.get("PYTHONPATH", ""),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -175,6 +175,7 @@ def main() -> None:
     sys.path.append(SITE)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.pop("PYTEST_ADDOPTS", None)
+    os.environ["PYTHONPATH"] = os.environ.pop("GYMLLM_PYTHONPATH", "")  # for what tests start
     import pytest
 
     lockstep = Lockstep(told, said)
