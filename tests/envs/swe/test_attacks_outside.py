@@ -64,7 +64,7 @@ _SEARCHES = [
     ),
     shell(
         "the network",
-        "timeout 5 pip download sample==1.0; timeout 5 curl -sS https://pypi.org/; "
+        "timeout 5 pip download sample==1.0; timeout 5 curl -sS https://example.org/; "
         "python -c 'import socket; socket.create_connection((\"1.1.1.1\", 53), 2)'",
         seen="unreachable|rror",
     ),
