@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, final
@@ -21,6 +21,7 @@ from gymllm.message import ToolCall
 from gymllm.pool import make_pool
 from gymllm.sandbox import check_kind
 from gymllm.tool_calls import FORM, read_calls, tool_name
+from gymllm_envs.named_tasks import chosen_task
 from gymllm_envs.swe.grading import Verdict, share_passed
 from gymllm_envs.swe.place import Place, open_place
 from gymllm_envs.swe.sources import DEFAULT, default_tasks, load_tasks
@@ -171,7 +172,7 @@ class SWE(Env):
         if not self._tasks:
             found = await to_thread.run_sync(default_tasks)
             self._tasks = {task.id: task for task in found}
-        task = self._chosen(options or {})
+        task = chosen_task(self._tasks, options or {}, self.np_random, ENV_ID)
         self._place = await open_place(task, self._kind, memory_mb=self._memory_mb)
         sandbox = self._place.sandbox
         self._toolbox = Toolbox(
@@ -232,21 +233,6 @@ class SWE(Env):
     async def aclose(self) -> None:
         """Closes the sandbox."""
         await self._leave()
-
-    def _chosen(self, options: Mapping[str, object]) -> SweTask:
-        wanted = options.get("task")
-        if unknown := set(options) - {"task"}:
-            raise ConfigError(f"{ENV_ID} has the reset option 'task', got {sorted(unknown)}.")
-        names = list(self._tasks)
-        if wanted is None:
-            wanted = int(self.np_random.integers(len(names)))
-        if isinstance(wanted, int) and not isinstance(wanted, bool):
-            if not 0 <= wanted < len(names):
-                raise ConfigError(f"task must be from 0 to {len(names) - 1}, got {wanted}.")
-            wanted = names[wanted]
-        if not isinstance(wanted, str) or wanted not in self._tasks:
-            raise UnknownNameError("task", str(wanted), names)
-        return self._tasks[wanted]
 
     def _read(self, action: str) -> tuple[Sequence[ToolCall], str]:
         """The calls in an action, or what is wrong with it."""

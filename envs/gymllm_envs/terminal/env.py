@@ -9,7 +9,7 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, final
@@ -25,6 +25,7 @@ from gymllm.pool import make_pool
 from gymllm.sandbox import Mount, Sandbox, open_sandbox
 from gymllm.sandbox.clip import clip
 from gymllm.tool_calls import FORM, check_call, read_calls, tool_name
+from gymllm_envs.named_tasks import chosen_task
 from gymllm_envs.swe.tools import Toolbox, ToolOutput, command_of, is_submission
 from gymllm_envs.terminal import ENV_ID
 from gymllm_envs.terminal.building import TESTS, Kind, has_mounts, is_container, new_folder, prepare
@@ -170,7 +171,7 @@ class TerminalEnv(Env):
             SandboxError: The sandbox can't be started.
         """
         await self._leave()
-        chosen = self._chosen(options or {})
+        chosen = chosen_task(self._tasks, options or {}, self.np_random, ENV_ID)
         self._prepared = prepared = await prepare(chosen, self._kind)
         task, spec = prepared.task, prepared.spec
         if task.check_in_place and has_mounts(self._kind):
@@ -246,21 +247,6 @@ class TerminalEnv(Env):
     async def aclose(self) -> None:
         """Closes the sandbox."""
         await self._leave()
-
-    def _chosen(self, options: Mapping[str, object]) -> TerminalTask:
-        wanted = options.get("task")
-        if unknown := set(options) - {"task"}:
-            raise ConfigError(f"{ENV_ID} has the reset option 'task', got {sorted(unknown)}.")
-        names = list(self._tasks)
-        if wanted is None:
-            wanted = int(self.np_random.integers(len(names)))
-        if isinstance(wanted, int) and not isinstance(wanted, bool):
-            if not 0 <= wanted < len(names):
-                raise ConfigError(f"task must be from 0 to {len(names) - 1}, got {wanted}.")
-            wanted = names[wanted]
-        if not isinstance(wanted, str) or wanted not in self._tasks:
-            raise UnknownNameError("task", str(wanted), names)
-        return self._tasks[wanted]
 
     def _read(self, action: str) -> tuple[Sequence[ToolCall], str]:
         """The calls in an action, or what is wrong with it."""
