@@ -85,6 +85,7 @@ def podman_service() -> Iterator[str]:
             service = subprocess.Popen(
                 ["podman", "system", "service", "--time=0", address],
                 env=env,
+                cwd=folder,  # conmon notes here that a container ran out of memory
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
