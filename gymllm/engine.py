@@ -7,8 +7,8 @@ conversations. Implementations: the embedded JAX engine in `gymllm_trainers.engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Protocol
 
@@ -24,29 +24,92 @@ FloatArray = npt.NDArray[np.float32]
 class FinishReason(StrEnum):
     """Why a generation ended."""
 
-    STOP = "stop"  # a stop token was sampled; it is the last of the ids
+    STOP = "stop"  # a stop token or string, or the end of a grammar; what ended it is in the ids
     LENGTH = "length"  # max_new_tokens, or the engine's context, was reached
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. An engine that can't honour a field raises `ConfigError`."""
+    """How one request is sampled. An engine that can't honour a field raises `ConfigError`.
+
+    The order is: logits; grammar; `logit_bias`; penalties; temperature; `top_k`; `top_p`; `min_p`.
+    """
 
     max_new_tokens: int
     """Most tokens to generate, >= 1."""
     temperature: float = 1.0
-    """Softmax temperature; 0 is greedy. Log-probabilities are those of logits / temperature (of the
-    logits themselves when greedy)."""
+    """Softmax temperature; 0 is greedy."""
+    top_k: int = 0
+    """Only the k likeliest tokens, and those as likely as the k-th; 0 is all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability, in (0, 1] (Holtzman et al. 2019,
+    arXiv:1904.09751)."""
+    min_p: float = 0.0
+    """Only tokens at least this share as likely as the likeliest, in [0, 1] (Nguyen et al. 2024,
+    arXiv:2407.01082)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or generated are divided by this where positive, multiplied where
+    negative (Keskar et al. 2019, arXiv:1909.05858); > 0, 1 is none."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that was generated, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time that it was generated, in [-2, 2]."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    """Added to the logits of these ids; -inf forbids one."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends after any of these; the stop token is kept in the ids."""
+    stop: tuple[str, ...] = ()
+    """Generation ends after the token whose text completes any of these strings; it is kept in the ids."""
+    regex: str | None = None
+    """The text must match this regular expression as a whole."""
+    json_schema: str | None = None
+    """The text must be JSON that is valid under this schema, itself JSON."""
+    choices: tuple[str, ...] = ()
+    """The text must be one of these. Of `regex`, `json_schema` and `choices` only one may be given."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens come with each token, by the distribution at temperature 1."""
     seed: int = 0
     """Same seed, prompt and weights give the same tokens, whatever else the engine is doing."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}.")
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature must be >= 0, got {self.temperature}.")
+        for name, fits, expected in (
+            ("temperature", 0 <= self.temperature < float("inf"), ">= 0 and finite"),
+            ("top_k", self.top_k >= 0, ">= 0 (0 is all)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "> 0 and finite"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("top_logprobs", 0 <= self.top_logprobs <= 20, "from 0 to 20"),
+            ("stop", "" not in self.stop, "without empty strings"),
+        ):
+            if not fits:
+                raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)}.")
+        bad = [f"{i}: {b}" for i, b in self.logit_bias.items() if not b < float("inf")]
+        if bad:
+            raise ConfigError(f"logit_bias must be numbers below infinity, got {', '.join(bad)}.")
+        if (self.regex is not None) + (self.json_schema is not None) + bool(self.choices) > 1:
+            raise ConfigError("only one of regex, json_schema and choices may be given.")
+
+    def require_only(self, engine: str, honoured: Sequence[str]) -> None:
+        """Refuses what an engine can't honour.
+
+        Args:
+            engine: What the engine is called in the message.
+            honoured: Names of the fields that it does honour.
+
+        Raises:
+            ConfigError: Another field differs from its default; names it.
+        """
+        for each in fields(self):
+            default = each.default if each.default is not MISSING else {}
+            if each.name not in honoured and getattr(self, each.name) != default:
+                raise ConfigError(
+                    f"{engine} can't honour {each.name} = {getattr(self, each.name)!r}; it takes "
+                    f"{', '.join(honoured)}. Leave it out or choose another engine."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +131,21 @@ class Generation:
     token_ids: IntArray
     """Generated ids, the stop token included."""
     logprobs: FloatArray
-    """Log-probability (nats) of each id under the distribution it was sampled from."""
+    """Log-probability (nats) of each id under the distribution it was sampled from: after grammar, bias,
+    penalties, temperature and the cuts by `top_k`, `top_p` and `min_p`. When greedy, that of temperature
+    1 in place of the certainty that it is."""
     versions: IntArray
     """Policy version that made each id."""
     finish_reason: FinishReason
+    base_logprobs: FloatArray | None = None
+    """Log-probability (nats) of each id under the model itself, at temperature 1 and with nothing else
+    applied; None where the engine doesn't tell."""
+    top_logprobs: tuple[Mapping[int, float], ...] = ()
+    """For each id, as many of the likeliest at its place as were asked for, with `base_logprobs`."""
+    matched: int | str | None = None
+    """The stop token or stop string that ended it."""
+    reused_tokens: int = 0
+    """Tokens of the prompt that were found computed."""
     queued_s: float = 0.0
     """Seconds the request waited for a slot."""
     metadata: dict[str, float] = field(default_factory=dict[str, float])

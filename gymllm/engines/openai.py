@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, final
 import anyio
 
 from gymllm.chat_engine import ChatReply, ChatRequest
-from gymllm.engine import FinishReason, GenerateRequest
+from gymllm.engine import FinishReason, GenerateRequest, SamplingParams
 from gymllm.errors import (
     ClosedError,
     ConfigError,
@@ -39,6 +39,17 @@ MOST_BYTES = 64 << 20
 """A longer answer is refused, as nobody means one."""
 MOST_LEVELS = 64
 """Of objects and lists in a call's arguments; few tools and no encoder like what is deeper."""
+_HONOURED = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop",
+    "seed",
+)
+
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 
 
@@ -115,7 +126,7 @@ class OpenAIEngine:
         """Answers a conversation; see `gymllm.chat_engine.ChatEngine`.
 
         Raises:
-            ConfigError: Stop token ids were given.
+            ConfigError: Stop token ids were given, or something else that every chat server doesn't take.
             ContextLengthError: The server says so.
             EngineError: The server refused, broke or could not be reached, after all retries.
             MissingExtraError: A message holds an image and Pillow is not installed.
@@ -129,12 +140,14 @@ class OpenAIEngine:
                 "a chat engine has no token ids to stop at, got stop_token_ids "
                 f"{sampling.stop_token_ids}; leave them out."
             )
+        sampling.require_only("a chat server", _HONOURED)
         body: dict[str, object] = {
             "model": self.model,
             "messages": [_as_openai(message) for message in request.messages],
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "seed": sampling.seed,
+            **_options_of(sampling),
             **self._options,
         }
         if request.tools:
@@ -300,6 +313,24 @@ def _read(answer: Mapping[str, Any], name: str) -> ChatReply:
         raise EngineError(
             f"the answer to request {name!r} is no chat completion ({error!r}): {shown}"
         ) from error
+
+
+def _options_of(sampling: SamplingParams) -> dict[str, object]:
+    """What the protocol has words for, where it is not the default."""
+    options: dict[str, object] = {}
+    if sampling.top_p != 1:
+        options["top_p"] = sampling.top_p
+    if sampling.presence_penalty:
+        options["presence_penalty"] = sampling.presence_penalty
+    if sampling.frequency_penalty:
+        options["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.logit_bias:
+        options["logit_bias"] = {
+            str(token): max(bias, -100.0) for token, bias in sampling.logit_bias.items()
+        }
+    if sampling.stop:
+        options["stop"] = list(sampling.stop)
+    return options
 
 
 def _text_of(content: object) -> str:

@@ -16,6 +16,10 @@ Reply = Callable[[str, np.random.Generator], str]
 the request; returns the answer without the stop token."""
 
 
+# A function leaves no choice, so what only shapes chances is honoured as it is.
+_HONOURED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_token_ids", "seed")
+
+
 class TextCodec(Protocol):
     """What the engine needs of a tokenizer."""
 
@@ -77,6 +81,7 @@ class ScriptedEngine:
         """Asks the function.
 
         Raises:
+            ConfigError: The request asks for something that a function can't honour, such as a grammar.
             ContextLengthError: The prompt fills the context.
             EngineError: The function raised, or the engine was closed.
         """
@@ -90,6 +95,7 @@ class ScriptedEngine:
                 f"of {self._context_length}. Shorten the prompt or raise context_length."
             )
         sampling = request.sampling
+        sampling.require_only("the scripted engine", _HONOURED)
         ids = [int(i) for i in request.prompt_ids]
         prompt = self._codec.decode(ids, skip_special=False)
         try:

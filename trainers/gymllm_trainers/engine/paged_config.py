@@ -1,0 +1,83 @@
+"""Sizes of the embedded engine. All its compiled shapes follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gymllm.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the embedded engine serves."""
+
+    slots: int = 32
+    """Most requests that generate at once."""
+    context_length: int = 384
+    """Most tokens of prompt and generation together; what a request doesn't use costs nothing."""
+    small_batch: int = 8
+    """Rows of the smaller of two batch shapes; the larger has a row for every slot."""
+    prefill_tokens: tuple[int, ...] = (64, 256)
+    """Most prompt tokens that one step takes, of all requests together; each size is compiled once a batch
+    shape, and a step takes the smallest that holds what there is."""
+    page_size: int = 16
+    """Tokens of a page of the cache; also of a prefill block."""
+    pages: int = 0
+    """Pages of the cache; 0 is enough for every slot's longest conversation."""
+    reuse_lag: int = 2
+    """Policy versions that kept keys and values may be behind when a new request goes on from them; older
+    ones are computed again."""
+    on_publish: Literal["keep", "recompute"] = "keep"
+    """What running requests do when weights are published: keep their keys and values, or compute them
+    again with the new weights before they go on."""
+    cache_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the kept keys and values."""
+    kernels: Literal["auto", "cpu", "xla"] = "auto"
+    """cpu: matrix products and attention by our own C code, compiled at the first start, which needs a C
+    compiler; xla: all by XLA; auto: cpu where that can be had."""
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "small_batch", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine.{name} must be >= 1, got {getattr(self, name)}.")
+        if self.context_length < 2:
+            raise ConfigError(f"engine.context_length must be >= 2, got {self.context_length}.")
+        if self.reuse_lag < 0:
+            raise ConfigError(f"engine.reuse_lag must be >= 0, got {self.reuse_lag}.")
+        sizes = self.prefill_tokens
+        if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            raise ConfigError(
+                f"engine.prefill_tokens must be different sizes >= 1 in rising order, got {sizes}."
+            )
+        if self.pages and self.pages < self.table_pages + 1:
+            raise ConfigError(
+                f"engine.pages must hold one conversation of engine.context_length "
+                f"({self.context_length} tokens, {self.table_pages} pages of {self.page_size}) and one "
+                f"page more, got {self.pages}."
+            )
+
+    @property
+    def table_pages(self) -> int:
+        """Pages of the longest conversation."""
+        return -(-self.context_length // self.page_size)
+
+    @property
+    def total_pages(self) -> int:
+        """Pages of the cache, the one that padding is written to (page 0) included."""
+        return self.pages or self.slots * self.table_pages + 1
+
+    @property
+    def row_shapes(self) -> tuple[int, ...]:
+        """Decode rows of a step."""
+        return tuple(sorted({min(self.small_batch, self.slots), self.slots}))
+
+    @property
+    def block_shapes(self) -> tuple[int, ...]:
+        """Prefill blocks of a step; 0 is a step that only decodes."""
+        return (0, *sorted({-(-tokens // self.page_size) for tokens in self.prefill_tokens}))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Every compiled step, as (decode rows, prefill blocks)."""
+        return tuple((rows, blocks) for blocks in self.block_shapes for rows in self.row_shapes)
