@@ -104,7 +104,7 @@ class SamplingParams:
             ConfigError: Another field differs from its default; names it.
         """
         for each in fields(self):
-            default = each.default if each.default is not MISSING else {}
+            default: object = each.default if each.default is not MISSING else {}
             if each.name not in honoured and getattr(self, each.name) != default:
                 raise ConfigError(
                     f"{engine} can't honour {each.name} = {getattr(self, each.name)!r}; it takes "
