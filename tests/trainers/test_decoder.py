@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gymllm.errors import ConfigError
 from gymllm_trainers.models import Decoder, DecoderConfig
-from gymllm_trainers.models.decoder import LoRAParam, attention_windows, init_cache, merge_adapters
+from gymllm_trainers.models.decoder import (
+    LINEARS,
+    LoRAParam,
+    attention_windows,
+    init_cache,
+    merge_adapters,
+)
 
 LENGTH = 24
 hidden = nnx.jit(Decoder.hidden)
@@ -151,7 +158,7 @@ def test_recomputed_activations_give_the_same_gradient(
     ids = jnp.arange(8)[None]
 
     gradients = []
-    for remat in (False, True):
+    for remat in ("none", "full", "dots"):
         decoder = make_decoder(0, num_hidden_layers=1)
         decoder.remat = remat
         graph, state = nnx.split(decoder)
@@ -163,8 +170,9 @@ def test_recomputed_activations_give_the_same_gradient(
             return jnp.sum(jnp.sin(out))
 
         gradients.append(jax.tree.leaves(gradient(state)))
-    for left, right in zip(*gradients, strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-5)
+    for kept, *recomputed in zip(*gradients, strict=True):
+        for other in recomputed:
+            np.testing.assert_allclose(other, kept, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "qk_norm": False}])
@@ -174,3 +182,60 @@ def test_parameters_are_counted(
     decoder = make_decoder(0, **changes)
     config: DecoderConfig = decoder.config
     assert config.parameters == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder)))
+
+
+# ---------------------------------------------------------------------- the trunk
+
+
+def test_trunk_takes_tokens_without_rows_and_products_of_its_caller(adapted: Decoder) -> None:
+    """One sequence as [T], dense attention, the carry counted from layer to layer."""
+    ids = np.arange(9, dtype=np.int32)
+    config = adapted.config
+    called: set[tuple[int, ...]] = set()
+
+    def linear(x_MI: jax.Array, kernels_LIO: jax.Array, layer: jax.Array) -> jax.Array:
+        called.add(kernels_LIO.shape)
+        return x_MI @ kernels_LIO[layer]
+
+    def attend(
+        layer: jax.Array,
+        window: jax.Array | None,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        carry: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        assert window is None
+        assert query.shape == (9, config.num_attention_heads, config.head_dim)
+        groups = config.num_attention_heads // config.num_key_value_heads
+        key, value = (jnp.repeat(part, groups, axis=1) for part in (key, value))
+        scores = jnp.einsum("tnh,snh->nts", query, key) * config.attention_scale
+        scores = jnp.where(jnp.tri(9, dtype=bool), scores, -jnp.inf)
+        mixed = jnp.einsum("nts,snh->tnh", jax.nn.softmax(scores), value)
+        return mixed, carry.at[layer].add(1)
+
+    @nnx.jit
+    def run(decoder: Decoder) -> tuple[jax.Array, jax.Array]:
+        carry = jnp.zeros(config.num_hidden_layers, jnp.int32)
+        return decoder.trunk(jnp.asarray(ids), jnp.arange(9), attend, carry, linear=linear)
+
+    result, carry = run(adapted)
+    np.testing.assert_allclose(result, alone(adapted, ids), atol=1e-5)
+    np.testing.assert_array_equal(carry, np.ones(config.num_hidden_layers))
+    assert called == {getattr(adapted.layers, name)[...].shape for name in LINEARS}
+
+
+def test_adapters_on_what_is_not_there_are_refused(make_decoder: Callable[..., Decoder]) -> None:
+    decoder = make_decoder(0)
+    with pytest.raises(ConfigError, match=r"on router; this model's linears are query, key"):
+        decoder.add_adapters(rank=2, alpha=1.0, linears=("router",), rngs=nnx.Rngs(0))  # type: ignore[arg-type]  # the point
+    with pytest.raises(ConfigError, match="rank of adapters must be >= 1, got 0"):
+        decoder.add_adapters(rank=0, alpha=1.0, rngs=nnx.Rngs(0))
+
+
+def test_unknown_remat_policy_is_refused(make_decoder: Callable[..., Decoder]) -> None:
+    decoder = make_decoder(0)
+    decoder.remat = "some"  # type: ignore[assignment]  # the point
+    ids = jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ConfigError, match=r"one of none, full, dots, offload, got 'some'"):
+        decoder.hidden(ids, ids, ids)

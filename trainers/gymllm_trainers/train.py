@@ -350,7 +350,7 @@ def policy_decoder(config: TrainConfig, model: LoadedModel) -> Decoder:
     """The decoder to train, with the adapters that the settings ask for."""
     settings = config.model
     decoder = model.decoder(compute_dtype=jnp.dtype(settings.compute_dtype))
-    decoder.remat = settings.remat
+    decoder.remat = "full" if settings.remat else "none"
     if settings.lora_rank:
         decoder.add_adapters(
             rank=settings.lora_rank, alpha=settings.lora_alpha, rngs=nnx.Rngs(config.seed)

@@ -1,14 +1,16 @@
-"""One decoder for Llama and Qwen3: packed for training, cached for generation.
+"""One decoder for every family: packed for training, paged or cached for generation.
 
 Axes: B rows, T tokens, R engine rows, C tokens of a chunk, S slots, M cache length, L layers, D model,
-N query heads, K key-value heads, G = N / K, H head, F feed-forward, V vocabulary. Layer parameters are
-stacked on a leading L axis and scanned, so a program's size does not grow with depth.
+N query heads, K key-value heads, G = N / K, H head, F feed-forward, E experts, V vocabulary. Layer parameters
+are stacked on a leading L axis and scanned, so a program's size does not grow with depth; what differs from
+layer to layer (a window, RoPE's base) is scanned with them.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +18,58 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from gymllm_trainers.models.config import DecoderConfig
+from gymllm.errors import ConfigError
+from gymllm_trainers.models.config import DecoderConfig, layer_shapes, rope_frequencies
+from gymllm_trainers.models.experts import mix_experts
+from gymllm_trainers.models.product import product
 
 LinearName = Literal["query", "key", "value", "output", "gate", "up", "down"]
-LINEARS: tuple[LinearName, ...] = ("query", "key", "value", "output", "gate", "up", "down")
+LINEARS: tuple[LinearName, ...] = get_args(LinearName)
+RematPolicy = Literal["none", "full", "dots", "offload"]
+_Carry = TypeVar("_Carry")
+_State = TypeVar("_State")
+_Inputs = TypeVar("_Inputs")
 
-
+_RESIDUAL = ("output", "down", "experts_down")
 _HIDDEN = -1e30
 """Added to the score of a key that a query must not see; finite, so that no row is all infinities."""
+
+
+class Attend(Protocol[_Carry]):
+    """Attention of one layer, as the caller of `Decoder.trunk` brings it."""
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | None,
+        query: Array,
+        key: Array,
+        value: Array,
+        carry: _Carry,
+    ) -> tuple[Array, _Carry]:
+        """Mixes values.
+
+        Args:
+            layer: Number of the layer, int32 scalar.
+            window: How many tokens a query sees, its own included, int32 scalar, at least `NO_WINDOW` where
+                it sees all before it; None in a model whose layers all do.
+            query: [..., T, N, H], rotated.
+            key: [..., T, K, H], rotated.
+            value: [..., T, K, H].
+            carry: What the layer before returned.
+
+        Returns:
+            What was mixed [..., T, N, H], and the carry for the next layer.
+        """
+        ...
+
+
+class Linear(Protocol):
+    """A product with one layer's kernel, where the caller of `Decoder.trunk` brings its own."""
+
+    def __call__(self, x_MI: Array, kernels_LIO: Array, layer: Array) -> Array:
+        """[M, O] = x @ kernels[layer]."""
+        ...
 
 
 class LoRAParam(nnx.Param[Array]):
@@ -50,36 +96,29 @@ def init_cache(config: DecoderConfig, *, slots: int, length: int, dtype: DTypeLi
 
 
 def linear_shapes(config: DecoderConfig) -> dict[LinearName, tuple[int, int]]:
-    """(in, out) of each linear of a layer."""
-    d, f = config.hidden_size, config.intermediate_size
-    query = config.num_attention_heads * config.head_dim
-    key = config.num_key_value_heads * config.head_dim
-    return {
-        "query": (d, query),
-        "key": (d, key),
-        "value": (d, key),
-        "output": (query, d),
-        "gate": (d, f),
-        "up": (d, f),
-        "down": (f, d),
-    }
+    """(in, out) of each linear of a layer; experts are not among them."""
+    shapes = layer_shapes(config)
+    return {name: (shapes[name][0], shapes[name][1]) for name in LINEARS if name in shapes}
 
 
 class Layers(nnx.Module):
-    """Every layer's parameters, stacked: kernels [L, in, out], norms [L, D] or [L, H]."""
+    """Every layer's parameters, `layer_shapes` of them, stacked on a leading L axis."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         count = config.num_hidden_layers
         # Residual branches are scaled down with depth, so that a deep stack starts near identity.
-        scales = {"output": 0.02 / (2 * count) ** 0.5, "down": 0.02 / (2 * count) ** 0.5}
-        for name, shape in linear_shapes(config).items():
-            noise = jax.random.truncated_normal(rngs.params(), -3, 3, (count, *shape), jnp.float32)
-            setattr(self, name, nnx.Param((scales.get(name, 0.02) * noise).astype(dtype)))
-        self.attention_norm = nnx.Param(jnp.ones((count, config.hidden_size), dtype))
-        self.mlp_norm = nnx.Param(jnp.ones((count, config.hidden_size), dtype))
-        if config.qk_norm:
-            self.query_norm = nnx.Param(jnp.ones((count, config.head_dim), dtype))
-            self.key_norm = nnx.Param(jnp.ones((count, config.head_dim), dtype))
+        residual = 0.02 / (2 * count) ** 0.5
+        for name, shape in layer_shapes(config).items():
+            if name.endswith("_norm"):
+                values = jnp.full((count, *shape), 0 if config.norm_offset else 1, dtype)
+            elif name.endswith("_bias"):
+                values = jnp.zeros((count, *shape), dtype)
+            else:
+                key = rngs.params()
+                noise = jax.random.truncated_normal(key, -3, 3, (count, *shape), jnp.float32)
+                spread = residual if name in _RESIDUAL else 0.02
+                values = (spread * noise).astype(dtype)
+            setattr(self, name, nnx.Param(values))
 
 
 class Adapters(nnx.Module):
@@ -108,7 +147,9 @@ class Adapters(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder-only transformer. Parameters keep `dtype`; arithmetic is done in `compute_dtype`.
 
-    With `remat`, training keeps one activation a layer and recomputes the rest in the backward pass.
+    `remat` says what training keeps of a layer for the backward pass: everything ("none"); its input alone,
+    recomputing the rest ("full"); its input and its products with kernels ("dots"); or those in the host's
+    memory ("offload").
     """
 
     def __init__(
@@ -118,16 +159,18 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.float32,
         compute_dtype: DTypeLike = jnp.float32,
-        remat: bool = False,
+        remat: RematPolicy = "none",
     ) -> None:
         self.config = config
         self.compute_dtype = compute_dtype
-        self.remat = remat
+        self.remat: RematPolicy = remat
         shape = (config.vocab_size, config.hidden_size)
         noise = jax.random.truncated_normal(rngs.params(), -3, 3, shape, jnp.float32)
         self.embedding = nnx.Param((0.02 * noise).astype(dtype))
         self.layers = Layers(config, rngs=rngs, dtype=dtype)
-        self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        self.norm = nnx.Param(
+            jnp.full((config.hidden_size,), 0 if config.norm_offset else 1, dtype)
+        )
         if not config.tie_word_embeddings:
             noise = jax.random.truncated_normal(rngs.params(), -3, 3, shape[::-1], jnp.float32)
             self.head = nnx.Param((0.02 * noise).astype(dtype))
@@ -138,18 +181,90 @@ class Decoder(nnx.Module):
         *,
         rank: int,
         alpha: float,
-        linears: tuple[LinearName, ...] = LINEARS,
+        linears: tuple[LinearName, ...] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Adds LoRA adapters that start as the identity."""
+        """Adds LoRA adapters that start as the identity.
+
+        Args:
+            rank: Columns of A and rows of B.
+            alpha: What they add is scaled by alpha / rank.
+            linears: Which linears of every layer; None: all that the model has.
+            rngs: For A; B starts at zero.
+
+        Raises:
+            ConfigError: A linear that the model doesn't have, or a rank below 1.
+        """
+        present = tuple(linear_shapes(self.config))
+        chosen = present if linears is None else linears
+        absent = [name for name in chosen if name not in present]
+        if absent:
+            raise ConfigError(
+                f"Adapters were asked for on {', '.join(absent)}; this model's linears are "
+                f"{', '.join(present)} (experts take none)."
+            )
+        if rank < 1:
+            raise ConfigError(f"The rank of adapters must be >= 1, got {rank}.")
         self.adapters = Adapters(
             self.config,
             rank=rank,
             alpha=alpha,
-            linears=linears,
+            linears=chosen,
             rngs=rngs,
             dtype=self.norm[...].dtype,
         )
+
+    def trunk(
+        self,
+        ids: Array,
+        positions: Array,
+        attend: Attend[_Carry],
+        carry: _Carry,
+        *,
+        linear: Linear | None = None,
+    ) -> tuple[Array, _Carry]:
+        """Runs every layer, with the caller's attention.
+
+        Args:
+            ids: Token ids, int32, of any shape [..., T].
+            positions: Position of each token in its own sequence, from 0; the same shape.
+            attend: Attention of one layer; see `Attend`.
+            carry: Handed from layer to layer: a cache, or () where there is none.
+            linear: Replaces the products with the kernels of `linear_shapes`. They are then not scanned over:
+                each call gets the whole stack and the layer's number, and may read the kernel in place.
+
+        Returns:
+            Hidden states after the final norm [..., T, D] in `compute_dtype`, and the last layer's carry.
+        """
+        config = self.config
+        whole = _rope(positions, config, local=False)
+        local = whole
+        if config.rope_local_theta is not None:
+            local = _rope(positions, config, local=True)
+        stacked = self._stacked()
+        kernels = {name: stacked.pop(name) for name in LINEARS if linear and name in stacked}
+        count = config.num_hidden_layers
+        windows = None if config.windows is None else jnp.array(config.windows, jnp.int32)
+        slides = jnp.array(config.sliding_layers or (False,) * count)
+
+        def layer(
+            state: tuple[Array, _Carry],
+            inputs: tuple[Array, Array | None, Array, dict[str, Array]],
+        ) -> tuple[tuple[Array, _Carry], None]:
+            x, carry = state
+            index, window, slides, weights = inputs
+            rope = whole
+            if local is not whole:
+                rope = jax.tree.map(lambda a, b: jnp.where(slides, b, a), whole, local)
+            own = _Layer(self, weights, index, kernels, linear)
+            query, key, value = own.project(x, rope)
+            mixed, carry = attend(index, window, query, key, value, carry)
+            return (own.finish(x, mixed.reshape(*x.shape[:-1], -1)), carry), None
+
+        body = _recomputed(layer, self.remat)
+        inputs = (jnp.arange(count, dtype=jnp.int32), windows, slides, stacked)
+        (x, carry), _ = jax.lax.scan(body, (self._embed(ids), carry), inputs)
+        return self._norm(x, self.norm[...]), carry
 
     def hidden(self, ids_BT: Array, positions_BT: Array, segments_BT: Array) -> Array:
         """Final hidden states of packed rows.
@@ -163,16 +278,23 @@ class Decoder(nnx.Module):
         Returns:
             [B, T, D] in `compute_dtype`, after the final norm.
         """
-        rope = _rope(positions_BT, self.config)
+        config = self.config
 
-        def layer(x_BTD: Array, weights: dict[str, Array]) -> tuple[Array, None]:
-            query, key, value = self._project(x_BTD, weights, rope)
-            mixed = packed_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), segments_BT)
-            return self._finish(x_BTD, mixed, weights), None
+        def attend(
+            layer: Array, window: Array | None, query: Array, key: Array, value: Array, carry: None
+        ) -> tuple[Array, None]:
+            mixed = packed_attention(
+                query,
+                key.swapaxes(1, 2),
+                value.swapaxes(1, 2),
+                segments_BT,
+                scale=config.attention_scale,
+                window=window,
+                softcap=config.attention_softcap,
+            )
+            return mixed, carry
 
-        body = jax.checkpoint(layer) if self.remat else layer
-        x_BTD, _ = jax.lax.scan(body, self._embed(ids_BT), self._stacked())
-        return _rms_norm(x_BTD, self.norm[...], self.config.rms_norm_eps)
+        return self.trunk(ids_BT, positions_BT, attend, None)[0]
 
     def extend(
         self, cache: KVCache, ids_RC: Array, slots_R: Array, start_R: Array, count_R: Array
@@ -195,50 +317,58 @@ class Decoder(nnx.Module):
         positions_RC = start_R[:, None] + offsets_C
         # A write past the end is dropped: that is where padding goes.
         write_RC = jnp.where(offsets_C < count_R[:, None], positions_RC, length)
-        rope = _rope(positions_RC, config)
-        windows = attention_windows(length)
-        held = jnp.max(start_R + count_R)
-        window = jnp.searchsorted(jnp.array(windows), held)
+        lengths = attention_windows(length)
+        held = jnp.searchsorted(jnp.array(lengths), jnp.max(start_R + count_R))
 
-        def attend(window: int, query: Array, cache: KVCache, index: Array) -> Array:
-            """Attention to the first `window` tokens of each row's slot."""
+        def first(
+            tokens: int, query: Array, cache: KVCache, index: Array, window: Array | None
+        ) -> Array:
+            """Attention to the first `tokens` of each row's slot."""
             key, value = (
-                jax.lax.dynamic_index_in_dim(part, index, keepdims=False)[:, :, :window]
+                jax.lax.dynamic_index_in_dim(part, index, keepdims=False)[:, :, :tokens]
                 .at[slots_R]
                 .get(mode="clip")
                 for part in cache
             )
-            visible_RCM = jnp.arange(window) <= positions_RC[:, :, None]
-            return attention(query, key, value, visible_RCM)
+            order = jnp.arange(tokens)
+            visible_RCM = order <= positions_RC[:, :, None]
+            if window is not None:
+                visible_RCM &= order > positions_RC[:, :, None] - window
+            return attention(
+                query,
+                key,
+                value,
+                visible_RCM,
+                scale=config.attention_scale,
+                softcap=config.attention_softcap,
+            )
 
-        branches = [functools.partial(attend, window) for window in windows]
+        branches = [functools.partial(first, tokens) for tokens in lengths]
 
-        def layer(
-            carry: tuple[Array, KVCache], inputs: tuple[Array, dict[str, Array]]
-        ) -> tuple[tuple[Array, KVCache], None]:
-            x_RCD, cache = carry
-            index, weights = inputs
-            query, key, value = self._project(x_RCD, weights, rope)
-            where = (index, slots_R[:, None], slice(None), write_RC)
+        def attend(
+            layer: Array,
+            window: Array | None,
+            query: Array,
+            key: Array,
+            value: Array,
+            carry: KVCache,
+        ) -> tuple[Array, KVCache]:
+            where = (layer, slots_R[:, None], slice(None), write_RC)
             cache = KVCache(
-                cache.key.at[where].set(key.astype(cache.key.dtype), mode="drop"),
-                cache.value.at[where].set(value.astype(cache.value.dtype), mode="drop"),
+                carry.key.at[where].set(key.astype(carry.key.dtype), mode="drop"),
+                carry.value.at[where].set(value.astype(carry.value.dtype), mode="drop"),
             )
             # What no row has reached is not looked at.
-            mixed = jax.lax.switch(window, branches, query, cache, index)
-            return (self._finish(x_RCD, mixed, weights), cache), None
+            return jax.lax.switch(held, branches, query, cache, layer, window), cache
 
-        count = jnp.arange(config.num_hidden_layers)
-        (x_RCD, cache), _ = jax.lax.scan(
-            layer, (self._embed(ids_RC), cache), (count, self._stacked())
-        )
+        x_RCD, cache = self.trunk(ids_RC, positions_RC, attend, cache)
         last = jnp.maximum(count_R - 1, 0)[:, None, None]
-        x_RD = jnp.take_along_axis(x_RCD, last, axis=1)[:, 0]
-        return _rms_norm(x_RD, self.norm[...], config.rms_norm_eps), cache
+        return jnp.take_along_axis(x_RCD, last, axis=1)[:, 0], cache
 
     def logits(self, hidden: Array) -> Array:
-        """float32 logits [..., V] of final hidden states [..., D]."""
-        return jnp.dot(hidden, self.head_DV, preferred_element_type=jnp.float32)
+        """float32 logits [..., V] of final hidden states [..., D], after the final soft cap."""
+        logits = jnp.dot(hidden, self.head_DV, preferred_element_type=jnp.float32)
+        return softcap(logits, self.config.final_softcap)
 
     @property
     def head_DV(self) -> Array:
@@ -248,7 +378,14 @@ class Decoder(nnx.Module):
         return kernel.astype(self.compute_dtype)
 
     def _embed(self, ids: Array) -> Array:
-        return self.embedding[...].at[ids].get(mode="clip").astype(self.compute_dtype)
+        x = self.embedding[...].at[ids].get(mode="clip").astype(self.compute_dtype)
+        if self.config.scale_embeddings:
+            x *= jnp.array(self.config.hidden_size**0.5, x.dtype)
+        return x
+
+    def _norm(self, x: Array, scale: Array) -> Array:
+        offset = 1.0 if self.config.norm_offset else 0.0
+        return rms_norm(x, scale, self.config.rms_norm_eps, offset=offset)
 
     def _stacked(self) -> dict[str, Array]:
         """Parameters that the layers are scanned over."""
@@ -259,43 +396,86 @@ class Decoder(nnx.Module):
             stacked |= nnx.to_pure_dict(nnx.state(self.adapters, LoRAParam))
         return stacked
 
-    def _linear(self, x: Array, weights: dict[str, Array], name: LinearName) -> Array:
-        # Two axes, not three: XLA's gradient of a kernel that is contracted over two axes transposes its
-        # operands first, which halves a CPU's rate.
-        flat = x.reshape(-1, x.shape[-1])
-        out = flat @ weights[name].astype(x.dtype)
-        if self.adapters is not None and name in self.adapters.linears:
-            down, up = weights[f"{name}_a"].astype(x.dtype), weights[f"{name}_b"].astype(x.dtype)
-            out += self.adapters.scale * ((flat @ down) @ up)
-        return out.reshape(*x.shape[:-1], -1)
 
-    def _project(
-        self, x: Array, weights: dict[str, Array], rope: tuple[Array, Array]
-    ) -> tuple[Array, Array, Array]:
-        """Query [B, T, N, H], key and value [B, T, K, H] of a layer, rotated."""
-        config = self.config
-        x = _rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
+class _Layer(NamedTuple):
+    """One layer inside the scan: its own weights, and the stacks of those that are not scanned."""
+
+    decoder: Decoder
+    weights: dict[str, Array]
+    number: Array
+    kernels: dict[str, Array]
+    linear: Linear | None
+
+    def project(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Query [..., T, N, H], key and value [..., T, K, H], rotated."""
+        config = self.decoder.config
+        x = self._norm(x, "attention_norm")
 
         def heads(name: LinearName, count: int) -> Array:
-            return self._linear(x, weights, name).reshape(*x.shape[:-1], count, config.head_dim)
+            return self._linear(x, name).reshape(*x.shape[:-1], count, config.head_dim)
 
         query = heads("query", config.num_attention_heads)
         key = heads("key", config.num_key_value_heads)
         if config.qk_norm:
-            query = _rms_norm(query, weights["query_norm"], config.rms_norm_eps)
-            key = _rms_norm(key, weights["key_norm"], config.rms_norm_eps)
+            query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
         return _rotate(query, rope), _rotate(key, rope), heads("value", config.num_key_value_heads)
 
-    def _finish(self, x: Array, mixed: Array, weights: dict[str, Array]) -> Array:
+    def finish(self, x: Array, mixed: Array) -> Array:
         """Adds the attention's and the feed-forward's residuals."""
-        x = x + self._linear(mixed, weights, "output")
-        inner = _rms_norm(x, weights["mlp_norm"], self.config.rms_norm_eps)
-        gate = jax.nn.silu(self._linear(inner, weights, "gate"))
-        return x + self._linear(gate * self._linear(inner, weights, "up"), weights, "down")
+        config = self.decoder.config
+        added = self._linear(mixed, "output")
+        x = x + (self._norm(added, "attention_post_norm") if config.post_norms else added)
+        added = self._feed_forward(self._norm(x, "mlp_norm"))
+        return x + (self._norm(added, "mlp_post_norm") if config.post_norms else added)
+
+    def _feed_forward(self, x: Array) -> Array:
+        config, weights = self.decoder.config, self.weights
+        if config.num_experts:
+            flat = x.reshape(-1, x.shape[-1])
+            mixed = mix_experts(
+                flat,
+                weights["router"],
+                weights["experts_gate"],
+                weights["experts_up"],
+                weights["experts_down"],
+                experts_per_token=config.experts_per_token,
+                normalise=config.norm_topk_prob,
+                activation=functools.partial(activate, kind=config.hidden_act),
+            )
+            return mixed.reshape(x.shape)
+        gate = activate(self._linear(x, "gate"), config.hidden_act)
+        return self._linear(gate * self._linear(x, "up"), "down")
+
+    def _norm(self, x: Array, name: str) -> Array:
+        return self.decoder._norm(x, self.weights[name])
+
+    def _linear(self, x: Array, name: LinearName) -> Array:
+        # Two axes, not three: XLA's gradient of a kernel that is contracted over two axes transposes its
+        # operands first, which halves a CPU's rate.
+        flat = x.reshape(-1, x.shape[-1])
+        if self.linear is None:
+            out = product(flat, self.weights[name])
+        else:
+            out = self.linear(flat, self.kernels[name], self.number)
+        if f"{name}_bias" in self.weights:
+            out += self.weights[f"{name}_bias"].astype(out.dtype)
+        adapters = self.decoder.adapters
+        if adapters is not None and name in adapters.linears:
+            down, up = self.weights[f"{name}_a"], self.weights[f"{name}_b"]
+            out += adapters.scale * product(product(flat, down), up)
+        return out.reshape(*x.shape[:-1], -1)
 
 
 def packed_attention(
-    query_BTNH: Array, key_BKTH: Array, value_BKTH: Array, segments_BT: Array, *, block: int = 192
+    query_BTNH: Array,
+    key_BKTH: Array,
+    value_BKTH: Array,
+    segments_BT: Array,
+    *,
+    scale: float,
+    window: Array | None = None,
+    softcap: float | None = None,
+    block: int = 192,
 ) -> Array:
     """Causal attention inside each segment of packed rows; returns [B, T, N * H].
 
@@ -309,12 +489,24 @@ def packed_attention(
         end = min(start + block, tokens)
         same = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
         visible = same & (order[start:end, None] >= order[:end])
+        if window is not None:
+            visible &= order[start:end, None] - order[:end] < window
         keys, values = key_BKTH[:, :, :end], value_BKTH[:, :, :end]
-        parts.append(attention(query_BTNH[:, start:end], keys, values, visible))
+        parts.append(
+            attention(query_BTNH[:, start:end], keys, values, visible, scale=scale, softcap=softcap)
+        )
     return jnp.concatenate(parts, axis=1)
 
 
-def attention(query_BTNH: Array, key_BKMH: Array, value_BKMH: Array, visible_BTM: Array) -> Array:
+def attention(
+    query_BTNH: Array,
+    key_BKMH: Array,
+    value_BKMH: Array,
+    visible_BTM: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Array:
     """Grouped-query attention, softmax in float32; returns [B, T, N * H]."""
     batch, tokens, heads, size = query_BTNH.shape
     groups = key_BKMH.shape[1]
@@ -322,15 +514,22 @@ def attention(query_BTNH: Array, key_BKMH: Array, value_BKMH: Array, visible_BTM
     query = query_BTNH.reshape(batch, tokens, groups, heads // groups, size).transpose(
         0, 2, 3, 1, 4
     )
-    query = query.reshape(batch, groups, -1, size) * size**-0.5
+    query = query.reshape(batch, groups, -1, size) * scale
     scores = jnp.einsum("bkqh,bkmh->bkqm", query, key_BKMH, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     # Added, not selected: the gradient passes through as it is.
     hidden_BTM = jnp.where(visible_BTM, 0.0, _HIDDEN)
     scores = scores.reshape(batch, groups, heads // groups, tokens, -1) + hidden_BTM[:, None, None]
     shares = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     shares = shares.reshape(batch, groups, (heads // groups) * tokens, -1)
     # Divided after the product with the values: H numbers a query instead of M.
-    mixed = jnp.einsum("bkqm,bkmh->bkqh", shares.astype(value_BKMH.dtype), value_BKMH)
+    mixed = jnp.einsum(
+        "bkqm,bkmh->bkqh",
+        shares.astype(value_BKMH.dtype),
+        value_BKMH,
+        preferred_element_type=jnp.float32,
+    )
     mixed = mixed / jnp.sum(shares, axis=-1, keepdims=True)
     mixed = mixed.reshape(batch, groups, heads // groups, tokens, size).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, tokens, heads * size).astype(query_BTNH.dtype)
@@ -342,16 +541,47 @@ def attention_windows(length: int) -> tuple[int, ...]:
     return (*range(step, length, step), length)
 
 
-def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
+def softcap(x: Array, cap: float | None) -> Array:
+    """cap * tanh(x / cap) (Gemma 2, sec. 2 of arXiv:2408.00118); x itself without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def activate(x: Array, kind: str) -> Array:
+    """The feed-forward's activation: SiLU, or GELU by its tanh approximation."""
+    return jax.nn.silu(x) if kind == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+def rms_norm(x: Array, scale: Array, eps: float, *, offset: float = 0.0) -> Array:
+    """x / rms(x) * (offset + scale) over the last axis, in float32; returns x's type."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+    return (wide * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
 
 
-def _rope(positions: Array, config: DecoderConfig) -> tuple[Array, Array]:
-    """Cosines and sines [..., 1, H/2], float32 (Su et al. 2021, arXiv:2104.09864)."""
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+def _recomputed(
+    layer: Callable[[_State, _Inputs], tuple[_State, None]], policy: RematPolicy
+) -> Callable[[_State, _Inputs], tuple[_State, None]]:
+    """A layer that keeps for its backward pass what the policy says."""
+    match policy:
+        case "none":
+            return layer
+        case "full":
+            return jax.checkpoint(layer)
+        case "dots":
+            keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            return jax.checkpoint(layer, policy=keep)
+        case "offload":
+            keep = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+            return jax.checkpoint(layer, policy=keep)
+        case _:
+            raise ConfigError(
+                f"remat must be one of {', '.join(get_args(RematPolicy))}, got {policy!r}."
+            )
+
+
+def _rope(positions: Array, config: DecoderConfig, *, local: bool) -> tuple[Array, Array]:
+    """Cosines and sines [..., 1, H/2], float32."""
+    frequencies = jnp.array(rope_frequencies(config, local=local), jnp.float32)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
