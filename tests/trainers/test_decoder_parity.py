@@ -14,6 +14,16 @@ from gymllm_trainers.models import Decoder, LoadedModel, load_model
 from gymllm_trainers.models.decoder import init_cache
 
 FIXTURES = Path(__file__).parent / "fixtures"
+FAMILIES = [
+    "tiny_gemma2",
+    "tiny_gemma3",
+    "tiny_llama",
+    "tiny_llama3",
+    "tiny_qwen2",
+    "tiny_qwen3",
+    "tiny_qwen3_moe",
+    "tiny_smollm2",
+]
 
 
 def logits(decoder: Decoder, ids: np.ndarray) -> np.ndarray:
@@ -23,7 +33,7 @@ def logits(decoder: Decoder, ids: np.ndarray) -> np.ndarray:
     return np.asarray(decoder.logits(hidden))
 
 
-@pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_llama"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_agree_with_transformers(name: str) -> None:
     recorded = np.load(FIXTURES / name / "logits.npz")
     decoder = load_model(FIXTURES / name).decoder()
