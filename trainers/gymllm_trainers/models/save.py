@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from gymllm.errors import ModelError
 from gymllm_agents.tokenizer import Tokenizer
 from gymllm_trainers.models.config import DecoderConfig
 from gymllm_trainers.models.decoder import Decoder
 from gymllm_trainers.models.hub import Params, config_to_hub, tensor_slots
+from gymllm_trainers.models.load import parameter_shape
+from gymllm_trainers.models.sharding import leaf_at
 
-_DTYPES = ("float32", "bfloat16")
+_SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def decoder_params(decoder: Decoder) -> Params:
@@ -56,10 +54,11 @@ def save_model(
     Args:
         folder: Where to; its parents are made.
         config: The decoder's shape.
-        params: Its parameters, float32 or bfloat16; written as they are.
+        params: Its parameters, float32 or bfloat16; written as they are, on the host one at a time, wherever
+            they lie.
         tokenizer: The model's tokenizer, chat template included.
         overwrite: Replace the model folder that is there, once the new one is complete.
-        max_shard_bytes: Largest safetensors file; also about what is copied to the host at a time.
+        max_shard_bytes: Largest safetensors file, unless one tensor is larger.
 
     Raises:
         ModelError: The folder is there already, a parameter is missing or of a wrong shape or type,
@@ -90,7 +89,7 @@ def save_model(
         if target.exists():
             target.rename(replaced)
         partial.rename(target)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ModelError(
             f"Could not write the model to {target} ({error}). Free some space there or choose "
             "another folder; nothing was left behind."
@@ -106,36 +105,27 @@ def _check(config: DecoderConfig, params: Params) -> str:
     """Checks every parameter's shape and type before a byte is written; returns their type."""
     dtypes: set[str] = set()
     for slot in tensor_slots(config):
-        array = _at(params, slot.path)
-        shape = slot.shape[::-1] if slot.transposed else slot.shape
-        expected = (len(slot.names), *shape) if slot.stacked else shape
+        array, expected = leaf_at(params, slot.path), parameter_shape(slot, config)
         if array is None or array.shape != expected:
             found = "nothing" if array is None else f"shape {list(array.shape)}"
             raise ModelError(
                 f"params[{'/'.join(slot.path)}] must have shape {list(expected)}, got {found}."
             )
         dtypes.add(str(array.dtype))
-    if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
+    if len(dtypes) != 1 or not dtypes <= set(_SAFETENSORS_TYPES):
         raise ModelError(
             f"Parameters must all be float32 or all bfloat16, got {', '.join(sorted(dtypes))}."
         )
     return dtypes.pop()
 
 
-def _at(params: Params, path: tuple[str, ...]) -> Array | None:
-    node: Array | dict[str, Array] | None = params.get(path[0])
-    for key in path[1:]:
-        node = node.get(key) if isinstance(node, dict) else None
-    return None if isinstance(node, dict) else node
-
-
-def _hub_tensors(config: DecoderConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its hub name, brought to the host one parameter at a time."""
+def _hub_tensors(config: DecoderConfig, params: Params) -> Iterator[np.ndarray]:
+    """Every tensor as the hub has it, brought to the host one parameter at a time."""
     for slot in tensor_slots(config):
-        host = np.asarray(_at(params, slot.path))
-        for index, name in enumerate(slot.names):
-            tensor = host[index] if slot.stacked else host
-            yield name, np.ascontiguousarray(tensor.T if slot.transposed else tensor)
+        # Of an array that is divided over devices, this gathers the parts.
+        host = np.asarray(leaf_at(params, slot.path))
+        for tensor in host.reshape(len(slot.names), *host.shape[host.ndim - len(slot.shape) :]):
+            yield tensor.T if slot.transposed else tensor
 
 
 def _write_weights(
@@ -143,33 +133,51 @@ def _write_weights(
 ) -> None:
     """Writes model.safetensors, or shards and their index when that would be too large."""
     # Planned first, because a shard's name says how many there are.
-    sizes = [
-        math.prod(slot.shape) * jnp.dtype(dtype).itemsize
-        for slot in tensor_slots(config)
-        for _ in slot.names
-    ]
-    counts = [0]
-    held = 0
-    for size in sizes:
-        if counts[-1] and held + size > max_shard_bytes:
-            counts.append(0)
-            held = 0
-        counts[-1] += 1
-        held += size
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    itemsize, held, total = jnp.dtype(dtype).itemsize, 0, 0
+    for slot in tensor_slots(config):
+        size = math.prod(slot.shape) * itemsize
+        for name in slot.names:
+            if shards[-1] and held + size > max_shard_bytes:
+                shards.append({})
+                held = 0
+            shards[-1][name] = slot.shape
+            held += size
+            total += size
 
     tensors = _hub_tensors(config, params)
     weight_map: dict[str, str] = {}
-    for number, count in enumerate(counts, start=1):
+    for number, shapes in enumerate(shards, start=1):
         file = "model.safetensors"
-        if len(counts) > 1:
-            file = f"model-{number:05}-of-{len(counts):05}.safetensors"
-        shard = dict(itertools.islice(tensors, count))
-        # transformers refuses a file that doesn't say which framework's layout it has.
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    if len(counts) > 1:
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        if len(shards) > 1:
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_safetensors(folder / file, shapes, dtype, tensors)
+        weight_map |= dict.fromkeys(shapes, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_safetensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, tensors: Iterator[np.ndarray]
+) -> None:
+    """Writes the next tensors as one file, each as it comes: `safetensors` wants them all at once.
+
+    The format: the header's length (8 bytes, little endian), the header (JSON), the tensors' bytes.
+    """
+    # transformers refuses a file that doesn't say which framework's layout it has.
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    kind, itemsize, offset = _SAFETENSORS_TYPES[dtype], jnp.dtype(dtype).itemsize, 0
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * itemsize
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # what follows is aligned
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _ in shapes:
+            file.write(np.ascontiguousarray(next(tensors)).view(np.uint8).data)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,254 @@
+"""Where a decoder's parameters and activations lie on a mesh of devices.
+
+Every axis of every parameter has a name ("embed", "heads", ...), and `RULES` says which axis of the mesh
+divides it. Nothing else in the models knows about devices: XLA partitions the arithmetic from where the
+parameters lie, and from `constrain_rows`, which says that activations stay divided by rows.
+
+Mesh axes: `data` divides rows only; `fsdp` divides rows and every large parameter, gathered when used
+(Rajbhandari et al. 2020, arXiv:1910.02054, stage 3); `tensor` divides heads, feed-forward and vocabulary
+(Shoeybi et al. 2019, arXiv:1909.08053); `expert` divides rows and the experts of a mixture.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gymllm.errors import ConfigError, ModelError
+from gymllm_trainers.models.config import DecoderConfig, layer_shapes
+
+if TYPE_CHECKING:
+    from jaxlib._jax import Device  # what jax.Device is, which type checkers take for a variable
+
+    from gymllm_trainers.models.decoder import Decoder
+
+LogicalAxis = Literal[
+    "layers", "vocab", "embed", "heads", "kv_heads", "mlp", "experts", "rank", "whole"
+]
+MeshAxis = Literal["data", "fsdp", "tensor", "expert"]
+Axes = tuple[LogicalAxis, ...]
+Shardings = dict[str, NamedSharding | dict[str, NamedSharding]]
+"""A sharding for each parameter, in the tree that `Params` is."""
+
+MESH_AXES: tuple[MeshAxis, ...] = ("data", "fsdp", "tensor", "expert")
+ROW_AXES: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")
+"""Mesh axes that rows of a batch are divided over."""
+
+RULES: dict[LogicalAxis, MeshAxis | None] = {
+    "layers": None,  # scanned: each step needs one of them whole
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "experts": "expert",
+    "rank": None,
+    "whole": None,  # norms and such, too small to be worth a gather
+}
+
+_TOP: dict[str, Axes] = {
+    "embedding": ("vocab", "embed"),
+    "norm": ("whole",),
+    "head": ("embed", "vocab"),
+}
+_LAYER: dict[str, Axes] = {
+    "query": ("embed", "heads"),
+    "key": ("embed", "kv_heads"),
+    "value": ("embed", "kv_heads"),
+    "output": ("heads", "embed"),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "router": ("embed", "whole"),
+    "experts_gate": ("experts", "embed", "mlp"),
+    "experts_up": ("experts", "embed", "mlp"),
+    "experts_down": ("experts", "mlp", "embed"),
+    "query_bias": ("heads",),
+    "key_bias": ("kv_heads",),
+    "value_bias": ("kv_heads",),
+    "gate_bias": ("mlp",),
+    "up_bias": ("mlp",),
+}
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+
+def make_mesh(
+    *,
+    data: int = 1,
+    fsdp: int = -1,
+    tensor: int = 1,
+    expert: int = 1,
+    devices: Sequence[Device] | None = None,
+) -> Mesh:
+    """Arranges devices in a mesh with the axes `MESH_AXES`, neighbours along the axes that talk most.
+
+    Args:
+        data: Copies of the model.
+        fsdp: Parts that parameters and rows are divided into.
+        tensor: Parts that heads, feed-forward and vocabulary are divided into.
+        expert: Parts that a mixture's experts are divided into.
+        devices: All of them when None.
+
+    One of the sizes may be -1: what the others leave.
+
+    Raises:
+        ConfigError: The sizes don't multiply to the number of devices.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    sizes: dict[MeshAxis, int] = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
+    wrong = [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]
+    open_axes: list[MeshAxis] = [axis for axis, size in sizes.items() if size == -1]
+    if wrong or len(open_axes) > 1:
+        raise ConfigError(
+            f"A mesh axis must be >= 1, or -1 on one axis to take what the others leave; got "
+            f"{', '.join(f'{axis}={size}' for axis, size in sizes.items())}."
+        )
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if open_axes and len(found) % fixed == 0:
+        sizes[open_axes[0]] = len(found) // fixed
+    if math.prod(sizes.values()) != len(found):
+        raise ConfigError(
+            f"The mesh {', '.join(f'{axis}={size}' for axis, size in sizes.items())} doesn't fit "
+            f"{len(found)} devices: its sizes must multiply to that number (-1 takes what is left)."
+        )
+    shape = tuple(sizes.values())
+    if found[0].platform == "tpu":
+        # Without split axes, tensor=2 has no place on a v5e:4x4 or v5p:4x4x4.
+        arranged = mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True)
+    else:
+        arranged = np.array(found).reshape(shape)
+    return Mesh(arranged, MESH_AXES)
+
+
+def logical_axes(config: DecoderConfig) -> dict[str, Axes | dict[str, Axes]]:
+    """The name of every axis of every parameter, in the tree that `Params` is."""
+    axes: dict[str, Axes | dict[str, Axes]] = dict(_TOP)
+    if config.tie_word_embeddings:
+        del axes["head"]
+    axes["layers"] = {
+        name: _layer_axes(name, len(shape)) for name, shape in layer_shapes(config).items()
+    }
+    return axes
+
+
+def param_shardings(config: DecoderConfig, mesh: Mesh) -> Shardings:
+    """Where each parameter of a decoder of this shape lies on the mesh.
+
+    A vocabulary or a number of key-value heads that `tensor` doesn't divide stays whole on every device, with
+    a line in the log; nothing else does.
+
+    Raises:
+        ModelError: A mesh axis doesn't divide the model's heads, feed-forward, width or experts.
+    """
+    rules = _rules_for(config, mesh)
+    return {
+        name: {inner: _sharding(inner_axes, rules, mesh) for inner, inner_axes in axes.items()}
+        if isinstance(axes, dict)
+        else _sharding(axes, rules, mesh)
+        for name, axes in logical_axes(config).items()
+    }
+
+
+def shard_decoder(decoder: Decoder, mesh: Mesh) -> None:
+    """Puts a decoder's parameters, its adapters included, where they belong on the mesh; in place.
+
+    Raises:
+        ModelError: As `param_shardings`.
+    """
+    rules = _rules_for(decoder.config, mesh)
+    for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
+        name = str(path[-1])
+        if path[0] == "adapters":
+            linear, part = name.rsplit("_", 1)
+            kernel = _layer_axes(linear, variable[...].ndim - 1)
+            pair: Axes = (kernel[-2], "rank") if part == "a" else ("rank", kernel[-1])
+            axes: Axes = (*kernel[:-2], *pair)
+        else:
+            axes = _TOP[name] if len(path) == 1 else _layer_axes(name, variable[...].ndim - 1)
+        variable[...] = jax.device_put(variable[...], _sharding(axes, rules, mesh))
+
+
+def leaf_at(tree: Mapping[str, _T | dict[str, _T]], path: tuple[str, ...]) -> _T | None:
+    """What a tree such as `Params` holds at a path of one or two keys; None if nothing."""
+    node: _T | dict[str, _T] | None = tree.get(path[0])
+    for key in path[1:]:
+        node = node.get(key) if isinstance(node, dict) else None
+    return None if isinstance(node, dict) else node
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """How a batch [B, ...] lies: rows divided over `ROW_AXES`."""
+    return NamedSharding(mesh, PartitionSpec(ROW_AXES))
+
+
+def constrain_rows(x: Array) -> Array:
+    """Keeps an activation [B, ...] divided by rows inside `jax.set_mesh(mesh)`; does nothing elsewhere.
+
+    Left alone, XLA may divide activations by width as the embedding is, and then sums them over devices at
+    each linear instead of gathering the layer's weights.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not set(ROW_AXES) <= set(mesh.axis_names):
+        return x
+    if x.shape[0] % math.prod(mesh.shape[axis] for axis in ROW_AXES):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROW_AXES))
+
+
+def _layer_axes(name: str, rank: int) -> Axes:
+    """Axes of a layer's parameter; what has no name there is small and stays whole."""
+    return ("layers", *_LAYER.get(name, ("whole",) * rank))
+
+
+def _sharding(
+    axes: Axes, rules: Mapping[LogicalAxis, MeshAxis | None], mesh: Mesh
+) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(rules[axis] for axis in axes)))
+
+
+def _rules_for(config: DecoderConfig, mesh: Mesh) -> dict[LogicalAxis, MeshAxis | None]:
+    """`RULES` for a model of this shape: whole what may stay whole, an error for what may not."""
+    absent = set(MESH_AXES) - set(mesh.axis_names)
+    if absent:
+        raise ConfigError(
+            f"The mesh has the axes {', '.join(map(str, mesh.axis_names))} and lacks "
+            f"{', '.join(sorted(absent))}. Make it with `make_mesh`."
+        )
+    # Heads are counted, not their elements: a head is never split.
+    counts: dict[LogicalAxis, tuple[str, int]] = {
+        "vocab": ("vocab_size", config.vocab_size),
+        "embed": ("hidden_size", config.hidden_size),
+        "heads": ("num_attention_heads", config.num_attention_heads),
+        "kv_heads": ("num_key_value_heads", config.num_key_value_heads),
+    }
+    if config.num_experts:
+        counts["experts"] = ("num_experts", config.num_experts)
+        counts["mlp"] = ("expert_size", config.expert_size)
+    else:
+        counts["mlp"] = ("intermediate_size", config.intermediate_size)
+    rules = dict(RULES)
+    for axis, (name, count) in counts.items():
+        mesh_axis = rules[axis]
+        if mesh_axis is None or count % mesh.shape[mesh_axis] == 0:
+            continue
+        parts = mesh.shape[mesh_axis]
+        if axis not in ("vocab", "kv_heads"):
+            raise ModelError(
+                f"{name}={count} can't be divided over {mesh_axis}={parts} devices. Choose a mesh "
+                f"whose {mesh_axis!r} axis divides {count}."
+            )
+        _log.warning("%s=%d is not a multiple of %s=%d: kept whole.", name, count, mesh_axis, parts)
+        rules[axis] = None
+    return rules
