@@ -349,6 +349,7 @@ class _Reader:
         default = 1_000_000.0 if gemma3 else 10_000.0
         rope: dict[str, object] = {"rope_theta": settings.get("rope_theta", default)}
         local: dict[str, object] = {"rope_theta": settings.get("rope_local_base_freq", 10_000.0)}
+        scalings: dict[str, RopeScaling | None] = {}
         for key in ("rope_scaling", "rope_parameters"):
             value = settings.get(key)
             if value is None:
@@ -356,16 +357,18 @@ class _Reader:
             if not isinstance(value, dict):
                 raise ModelError(f"{self._where}: {key} must be an object or null, got {value!r}.")
             if gemma3 and {*value} & {_FULL, _SLIDING}:
-                rope |= value.get(_FULL) or {}
-                local |= value.get(_SLIDING) or {}
-            else:
-                rope |= value
-        scaling = self._scaling(rope)
-        if not gemma3:
-            return self._theta(rope), scaling, None
-        if self._scaling(local) is not None:
-            self._refuse("the RoPE of sliding layers", local, "default")
-        return self._theta(rope), scaling, self._theta(local)
+                value, sliding = value.get(_FULL) or {}, value.get(_SLIDING) or {}
+                if self._scaling(sliding, key) is not None:
+                    self._refuse(f"{key} of {_SLIDING}", sliding, "default")
+                local |= sliding
+            scalings[key] = self._scaling(value, key)
+            rope |= value
+        if len({*scalings.values()}) > 1:
+            raise ModelError(
+                f"{self._where}: rope_scaling and rope_parameters contradict each other. Remove one."
+            )
+        scaling = next(iter(scalings.values()), None)
+        return self._theta(rope), scaling, self._theta(local) if gemma3 else None
 
     def _theta(self, rope: Mapping[str, object]) -> float:
         theta = rope.get("rope_theta")
@@ -373,7 +376,7 @@ class _Reader:
             raise ModelError(f"{self._where}: rope_theta must be a positive number, got {theta!r}.")
         return float(theta)
 
-    def _scaling(self, rope: Mapping[str, object]) -> RopeScaling | None:
+    def _scaling(self, rope: Mapping[str, object], written: str) -> RopeScaling | None:
         kind = rope.get("rope_type", rope.get("type", "default"))
         keys = {"default": set[str](), "linear": {"factor"}, "llama3": _LLAMA3_KEYS}
         shown = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -382,9 +385,9 @@ class _Reader:
             or kind not in keys
             or rope.get("partial_rotary_factor", 1) != 1
         ):
-            self._refuse("rope_scaling", shown, "one of the types default, linear and llama3")
+            self._refuse(written, shown, "one of the types default, linear and llama3")
         if extra := {*rope} - _ROPE_KEYS - keys[kind]:
-            self._refuse("rope_scaling", {key: rope[key] for key in sorted(extra)}, "nothing")
+            self._refuse(written, {key: rope[key] for key in sorted(extra)}, "nothing")
         numbers = {}
         for key in sorted(keys[kind]):
             value = rope.get(key)
