@@ -1,4 +1,4 @@
-"""The command lines `gymllm-train` and `gymllm-eval`: arguments in, an exit code out.
+"""The command lines `gymllm-train`, `gymllm-eval` and `gymllm-serve`: arguments in, an exit code out.
 
 0    done
 1    the run broke; the message says what to do
@@ -55,6 +55,21 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
         from gymllm_trainers.evaluate import load_settings, run
 
         run(load_settings(arguments))
+
+    return _main(body, argv)
+
+
+def serve(argv: Sequence[str] | None = None) -> int:
+    """`gymllm-serve`; as `train`."""
+
+    def body(arguments: Sequence[str]) -> None:
+        from gymllm_trainers.serve.settings import load_settings
+
+        settings = load_settings(arguments)
+        # After a mistake in a flag, and --help, which need nothing of this.
+        from gymllm_trainers.serve.server import run
+
+        run(settings)
 
     return _main(body, argv)
 

@@ -1,0 +1,131 @@
+"""What is being generated: how much may, under which names, and how it is ended from outside."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import NamedTuple, final
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from gymllm.engine import GenerateRequest
+from gymllm_trainers.serve.problems import RefusedError
+from gymllm_trainers.serve.served import Delta, ServedEngine
+
+_AHEAD = 64
+"""Pieces that wait for a slow reader here; what is behind them waits in the engine."""
+
+
+class Piece(NamedTuple):
+    """What one of several sequences has come to."""
+
+    sequence: int
+    """Its place among the requests."""
+    delta: Delta | None
+    """None: it was aborted, and nothing follows."""
+
+
+@final
+class Running:
+    """The sequences that the engine works on for clients."""
+
+    def __init__(self, engine: ServedEngine, *, most: int) -> None:
+        """Takes the engine.
+
+        Args:
+            engine: Who generates.
+            most: Sequences at once; more are refused.
+        """
+        self.most = most
+        self.sequences = 0
+        """Those there are."""
+        self.ending = False
+        """Whether the server is about to end; nothing is taken any more."""
+        self._engine = engine
+        self._scopes: dict[str, list[anyio.CancelScope]] = {}
+
+    @asynccontextmanager
+    async def run(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[MemoryObjectReceiveStream[Piece]]:
+        """Generates while the block runs, all at once; leaving it ends what is not done.
+
+        Args:
+            requests: Several with the same `request_id` are aborted together.
+
+        Raises:
+            RefusedError: There is too much to do already, or a name is in use.
+            GymLLMError: As the engine says of the first request that fails; the others are ended.
+        """
+        self._take(requests)
+        scopes = [(request.request_id, anyio.CancelScope()) for request in requests]
+        for name, scope in scopes:
+            self._scopes.setdefault(name, []).append(scope)
+        try:
+            send, pieces = anyio.create_memory_object_stream[Piece](_AHEAD)
+            async with anyio.create_task_group() as group, pieces:
+                for index, (request, (name, scope)) in enumerate(
+                    zip(requests, scopes, strict=True)
+                ):
+                    group.start_soon(self._pump, index, request, scope, send.clone(), name=name)
+                send.close()
+                yield pieces
+                group.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self.sequences -= len(requests)
+            for name, _ in scopes:
+                self._scopes.pop(name, None)
+
+    def abort(self, name: str | None = None) -> int:
+        """Ends what is called so, or everything; what was generated is still answered with.
+
+        Returns:
+            How many sequences.
+        """
+        scopes = (
+            [scope for held in self._scopes.values() for scope in held]
+            if name is None
+            else self._scopes.get(name, [])
+        )
+        for scope in scopes:
+            scope.cancel()
+        return len(scopes)
+
+    def _take(self, requests: Sequence[GenerateRequest]) -> None:
+        count = len(requests)
+        if self.ending:
+            raise RefusedError(503, "the server is ending.", code="unavailable")
+        if count > self.most:
+            raise RefusedError(
+                400,
+                f"{count} sequences in one request are more than the {self.most} this server takes.",
+            )
+        if self.sequences + count > self.most:
+            raise RefusedError(
+                429,
+                f"{self.sequences} sequences are generating or waiting and at most {self.most} may: try "
+                "again later, or start the server with a larger --queue.",
+                code="queue_full",
+            )
+        for name in {request.request_id for request in requests}:
+            if name in self._scopes:
+                raise RefusedError(400, f"a request called {name!r} is running.", param="rid")
+        self.sequences += count
+
+    async def _pump(
+        self,
+        index: int,
+        request: GenerateRequest,
+        scope: anyio.CancelScope,
+        send: MemoryObjectSendStream[Piece],
+    ) -> None:
+        async with send:
+            with scope:
+                async with aclosing(self._engine.stream(request)) as deltas:
+                    async for delta in deltas:
+                        await send.send(Piece(index, delta))
+                return
+            await send.send(Piece(index, None))
