@@ -412,5 +412,5 @@ def test_uniform_numbers_are_even_along_seeds_and_positions() -> None:
 
 
 def test_large_and_negative_seeds_are_seeds() -> None:
-    numbers = [float(uniform(seed, 0)) for seed in (-(2**63), -1, 0, 2**63, 2**64 - 2)]
+    numbers = [float(uniform(seed, 0)) for seed in (-(2**63), -1, 0, 2**63 + 1, 2**64 - 2)]
     assert len(set(numbers)) == 5

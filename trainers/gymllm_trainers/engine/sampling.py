@@ -108,7 +108,7 @@ def uniform(seed: npt.ArrayLike, position: npt.ArrayLike) -> npt.NDArray[np.floa
     10.1145/2660193.2660195), started at a hash of the seed and `position` steps on: a pure function of both.
 
     Args:
-        seed: Integers from -2^63 to 2^64 - 1, of any shape.
+        seed: Integers from -2^63 to 2^64 - 1, of any shape; taken modulo 2^64.
         position: Integers >= 0, of a shape that goes with it.
 
     Returns:
@@ -281,7 +281,7 @@ def _scaled(below_FV: Array, temperature_F: RowArray) -> Array:
     """Logits less their largest, over the temperature; as they are when greedy, where none is drawn."""
     temperature_F = jnp.asarray(temperature_F)
     # Within what keeps 0 / t zero and -inf / t infinite.
-    divisor_F = jnp.where(temperature_F == 0, 1.0, jnp.clip(temperature_F, 1e-30, 1e30))
+    divisor_F = jnp.where(temperature_F == 0, 1.0, jnp.clip(temperature_F, 1e-30, 3e38))
     return below_FV / divisor_F[:, None]
 
 
