@@ -1,0 +1,220 @@
+"""Attention in memory linear in the tokens, in plain JAX: for CPUs, and for what kernels can't do.
+
+Axes: B rows, T tokens, N query heads, K key-value heads, G = N / K, H head; J blocks of S tokens, and
+R = G * S queries that share a key-value head in a block.
+
+The scores of one block of queries with one block of keys are all that is held: softmax goes over the key
+blocks online (Milakov and Gimelshein 2018, arXiv:1805.02867), and the backward pass computes the scores
+again from the saved log-sum-exp (FlashAttention-2, algorithms 1 and 2 of Dao 2023, arXiv:2307.08691).
+Loops over key blocks start at the first one that a segment or a window reaches.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+_HIDDEN = -1e30
+"""Score of a key that a query must not see; finite, so that no row is all infinities."""
+
+
+class _Static(NamedTuple):
+    """What a program is compiled for."""
+
+    scale: float
+    softcap: float | None
+    block: int
+
+
+class _Where(NamedTuple):
+    """What decides which keys a query sees."""
+
+    segments_JBS: Array
+    first_J: Array
+    """First key block that each query block has to look at."""
+    window: Array | None
+
+
+class _Saved(NamedTuple):
+    """What the backward pass needs."""
+
+    query_JBKRH: Array
+    key_JBKSH: Array
+    value_JBKSH: Array
+    where: _Where
+    mixed_JBKRH: Array
+    logsumexp_JBKR: Array
+
+
+def blocked_attention(
+    query_BTNH: Array,
+    key_BTKH: Array,
+    value_BTKH: Array,
+    segments_BT: Array,
+    *,
+    scale: float,
+    window: Array | int | None = None,
+    softcap: float | None = None,
+    block: int = 192,
+) -> Array:
+    """Causal attention inside each segment of packed rows; see `attention.packed_attention`.
+
+    Differentiable once, in reverse. Any segment ids are right; blocks are skipped if ids don't fall along a
+    row (0, which is padding, counts as the highest).
+
+    Args:
+        query_BTNH: Queries.
+        key_BTKH: Keys.
+        value_BTKH: Values.
+        segments_BT: Segment of each token, int32; 0 is padding, whose result means nothing.
+        scale: Scores are multiplied by it.
+        window: A query sees the keys less than this many tokens before it, itself included.
+        softcap: Scores become softcap * tanh(score / softcap).
+        block: Tokens of a block.
+    """
+    batch, tokens, heads, size = query_BTNH.shape
+    groups = key_BTKH.shape[2]
+    block = min(block, tokens)
+    padding = -tokens % block
+    count = (tokens + padding) // block
+
+    def blocks(x_BT: Array) -> Array:
+        """[B, T, ...] to [J, B, S, ...]."""
+        x_BT = jnp.pad(x_BT, ((0, 0), (0, padding), *((0, 0) for _ in x_BT.shape[2:])))
+        return x_BT.reshape(batch, count, block, *x_BT.shape[2:]).swapaxes(0, 1)
+
+    # [J, B, K, R, H]: one matrix product a key-value head instead of one a query head.
+    query = blocks(query_BTNH).reshape(count, batch, block, groups, heads // groups, size)
+    query = query.transpose(0, 1, 3, 4, 2, 5).reshape(count, batch, groups, -1, size)
+    key, value = (blocks(x).swapaxes(2, 3) for x in (key_BTKH, value_BTKH))
+    window = None if window is None else jnp.asarray(window, jnp.int32)
+    segments = blocks(segments_BT)
+    where = _Where(segments, _first_blocks(segments, window), window)
+    mixed = _attend(_Static(scale, softcap, block), query, key, value, where)
+    mixed = mixed.reshape(count, batch, groups, heads // groups, block, size)
+    mixed = mixed.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, heads, size)
+    return mixed[:, :tokens]
+
+
+def _first_blocks(segments_JBS: Array, window: Array | None) -> Array:
+    """The first key block that each query block has to look at, [J]; past its own if it is all padding."""
+    count, _, block = segments_JBS.shape
+    segments_JBS = jnp.where(segments_JBS == 0, jnp.iinfo(jnp.int32).max, segments_JBS)
+    low_JB, high_JB = segments_JBS.min(axis=-1), segments_JBS.max(axis=-1)
+    # Axes: query block, key block, row.
+    touched = (high_JB >= low_JB[:, None]) & (low_JB <= high_JB[:, None])
+    touched = jnp.any(touched, axis=-1)
+    own = jnp.arange(count)
+    if window is not None:
+        touched &= (own + 1) * block > own[:, None] * block - window + 1
+    first_J = jnp.argmax(touched & (own <= own[:, None]), axis=1).astype(jnp.int32)
+    empty_J = jnp.all(low_JB == jnp.iinfo(jnp.int32).max, axis=-1)
+    return jnp.where(empty_J, own + 1, first_J).astype(jnp.int32)
+
+
+def _bias(where: _Where, static: _Static, own: Array, other: Array) -> Array:
+    """What is added to the scores of query block `own` with key block `other`; [B, 1, 1, S, S]."""
+    query_BS, key_BS = where.segments_JBS[own], where.segments_JBS[other]
+    order_S = jnp.arange(static.block)
+    distance_SS = order_S[:, None] - order_S + (own - other) * static.block
+    visible_SS = distance_SS >= 0
+    if where.window is not None:
+        visible_SS &= distance_SS < where.window
+    visible_BSS = (query_BS[:, :, None] == key_BS[:, None, :]) & visible_SS
+    return jnp.where(visible_BSS, 0.0, _HIDDEN)[:, None, None]
+
+
+def _scores(
+    static: _Static, where: _Where, query_BKRH: Array, key_BKSH: Array, own: Array, other: Array
+) -> tuple[Array, Array]:
+    """Scores [B, K, R, S], float32, of what is visible; and the capped scores before that was hidden."""
+    scores = static.scale * _dot("bkrh,bksh->bkrs", query_BKRH, key_BKSH)
+    if static.softcap is not None:
+        scores = static.softcap * jnp.tanh(scores / static.softcap)
+    grouped = scores.reshape(*scores.shape[:2], -1, static.block, static.block)
+    hidden = grouped + _bias(where, static, own, other)
+    return hidden.reshape(scores.shape), scores
+
+
+def _dot(spec: str, left: Array, right: Array) -> Array:
+    # XLA's products of bfloat16 on CPU are ten times slower with a bfloat16 result.
+    return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, query: Array, key: Array, value: Array, where: _Where) -> Array:
+    return _forward(static, query, key, value, where)[0]
+
+
+def _forward(
+    static: _Static, query: Array, key: Array, value: Array, where: _Where
+) -> tuple[Array, _Saved]:
+    def block(_: None, inputs: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        query_BKRH, own, first = inputs
+
+        def step(other: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            mixed_BKRH, total_BKR, peak_BKR = carry
+            scores, _ = _scores(static, where, query_BKRH, key[other], own, other)
+            higher_BKR = jnp.maximum(peak_BKR, jnp.max(scores, axis=-1))
+            shares = jnp.exp(scores - higher_BKR[..., None])
+            keep_BKR = jnp.exp(peak_BKR - higher_BKR)
+            part = _dot("bkrs,bksh->bkrh", shares.astype(value.dtype), value[other])
+            return (
+                mixed_BKRH * keep_BKR[..., None] + part,
+                total_BKR * keep_BKR + jnp.sum(shares, axis=-1),
+                higher_BKR,
+            )
+
+        zeros = jnp.zeros(query_BKRH.shape, jnp.float32)
+        start = (zeros, zeros[..., 0], zeros[..., 0] + _HIDDEN)
+        mixed, total, peak = jax.lax.fori_loop(first, own + 1, step, start)
+        total = jnp.maximum(total, 1e-30)  # 0 in a block that is all padding
+        return None, ((mixed / total[..., None]).astype(query.dtype), peak + jnp.log(total))
+
+    order_J = jnp.arange(len(query), dtype=jnp.int32)
+    _, (mixed, logsumexp) = jax.lax.scan(block, None, (query, order_J, where.first_J))
+    return mixed, _Saved(query, key, value, where, mixed, logsumexp)
+
+
+def _backward(static: _Static, saved: _Saved, cotangent: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, where, mixed, logsumexp = saved
+    wide = cotangent.astype(jnp.float32) * mixed.astype(jnp.float32)
+    # Sum over keys of share * d share: the softmax's own term.
+    delta_JBKR = jnp.sum(wide, axis=-1)
+    Gradients = tuple[Array, Array]
+
+    def block(carry: Gradients, inputs: tuple[Array, ...]) -> tuple[Gradients, Array]:
+        query_BKRH, cotangent_BKRH, logsumexp_BKR, delta_BKR, own, first = inputs
+
+        def step(other: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d_query, d_key, d_value = carry
+            scores, capped = _scores(static, where, query_BKRH, key[other], own, other)
+            shares = jnp.exp(scores - logsumexp_BKR[..., None])
+            d_shares = _dot("bkrh,bksh->bkrs", cotangent_BKRH, value[other])
+            d_scores = shares * (d_shares - delta_BKR[..., None]) * static.scale
+            if static.softcap is not None:
+                d_scores *= 1 - jnp.square(capped / static.softcap)
+            d_scores = d_scores.astype(query.dtype)
+            narrow = shares.astype(query.dtype)
+            return (
+                d_query + _dot("bkrs,bksh->bkrh", d_scores, key[other]),
+                d_key.at[other].add(_dot("bkrs,bkrh->bksh", d_scores, query_BKRH)),
+                d_value.at[other].add(_dot("bkrs,bkrh->bksh", narrow, cotangent_BKRH)),
+            )
+
+        zeros = jnp.zeros(query_BKRH.shape, jnp.float32)
+        d_query, *kept = jax.lax.fori_loop(first, own + 1, step, (zeros, *carry))
+        return (kept[0], kept[1]), d_query.astype(query.dtype)
+
+    start = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
+    order_J = jnp.arange(len(query), dtype=jnp.int32)
+    inputs = (query, cotangent, logsumexp, delta_JBKR, order_J, where.first_J)
+    (d_key, d_value), d_query = jax.lax.scan(block, start, inputs)
+    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
