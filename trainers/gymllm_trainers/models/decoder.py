@@ -22,6 +22,7 @@ from gymllm.errors import ConfigError
 from gymllm_trainers.models.config import DecoderConfig, layer_shapes, rope_frequencies
 from gymllm_trainers.models.experts import mix_experts
 from gymllm_trainers.models.product import product
+from gymllm_trainers.models.sharding import constrain_embedded, constrain_rows
 
 LinearName = Literal["query", "key", "value", "output", "gate", "up", "down"]
 LINEARS: tuple[LinearName, ...] = get_args(LinearName)
@@ -259,7 +260,8 @@ class Decoder(nnx.Module):
             own = _Layer(self, weights, index, kernels, linear)
             query, key, value = own.project(x, rope)
             mixed, carry = attend(index, window, query, key, value, carry)
-            return (own.finish(x, mixed.reshape(*x.shape[:-1], -1)), carry), None
+            x = own.finish(x, mixed.reshape(*x.shape[:-1], -1))
+            return (constrain_rows(x), carry), None
 
         body = _recomputed(layer, self.remat)
         inputs = (jnp.arange(count, dtype=jnp.int32), windows, slides, stacked)
@@ -381,7 +383,7 @@ class Decoder(nnx.Module):
         x = self.embedding[...].at[ids].get(mode="clip").astype(self.compute_dtype)
         if self.config.scale_embeddings:
             x *= jnp.array(self.config.hidden_size**0.5, x.dtype)
-        return x
+        return constrain_embedded(x)
 
     def _norm(self, x: Array, scale: Array) -> Array:
         offset = 1.0 if self.config.norm_offset else 0.0

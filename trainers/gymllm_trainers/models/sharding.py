@@ -40,7 +40,7 @@ Shardings = dict[str, NamedSharding | dict[str, NamedSharding]]
 """A sharding for each parameter, in the tree that `Params` is."""
 
 MESH_AXES: tuple[MeshAxis, ...] = ("data", "fsdp", "tensor", "expert")
-ROW_AXES: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")
+ROW_AXES: tuple[MeshAxis, ...] = ("data", "expert", "fsdp")
 """Mesh axes that rows of a batch are divided over."""
 
 RULES: dict[LogicalAxis, MeshAxis | None] = {
@@ -196,15 +196,31 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
 def constrain_rows(x: Array) -> Array:
     """Keeps an activation [B, ...] divided by rows inside `jax.set_mesh(mesh)`; does nothing elsewhere.
 
-    Left alone, XLA may divide activations by width as the embedding is, and then sums them over devices at
-    each linear instead of gathering the layer's weights.
+    Left alone, XLA divides activations by width, as the embedding is, and then sums them over devices at each
+    linear instead of gathering the layer's weights.
     """
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROW_AXES)) if _in_mesh(x) else x
+
+
+def constrain_embedded(x: Array) -> Array:
+    """`constrain_rows` of what was just looked up in the embedding [B, ..., D], which divides it by width.
+
+    In two steps: XLA knows how to exchange one mesh axis between two axes of an array; when more changes, it
+    first copies the whole batch to every device.
+    """
+    if not _in_mesh(x):
+        return x
+    rows = tuple(axis for axis in ROW_AXES if axis != "fsdp")
+    spec = PartitionSpec(rows, *[None] * (x.ndim - 2), "fsdp")
+    return constrain_rows(jax.lax.with_sharding_constraint(x, spec))
+
+
+def _in_mesh(x: Array) -> bool:
+    """Whether there is a mesh whose devices can share these rows."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not set(ROW_AXES) <= set(mesh.axis_names):
-        return x
-    if x.shape[0] % math.prod(mesh.shape[axis] for axis in ROW_AXES):
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROW_AXES))
+        return False
+    return x.shape[0] % math.prod(mesh.shape[axis] for axis in ROW_AXES) == 0
 
 
 def _layer_axes(name: str, rank: int) -> Axes:
