@@ -68,6 +68,7 @@ class Device:
     config: EngineConfig = CONFIG
     ahead: bool = True
     """Whether a step is scheduled before the one before is complete."""
+    copies_at_once: bool = True
     stops: dict[Request, int] = field(default_factory=dict)
     """Requests that the engine ends when they have this many tokens."""
 
@@ -122,7 +123,8 @@ class Device:
         self.check_writes(step, tables)
         targets = [target for _, target in step.copies]
         assert len(set(targets)) == len(targets) <= self.config.slots
-        assert not set(targets) & {source for source, _ in step.copies}
+        sources = [source for source, _ in step.copies]
+        assert all(source not in targets[: i + 1] for i, source in enumerate(sources))
         required = {
             one: max(self.placed[one][1] - self.config.reuse_lag, self.required.get(one, 0))
             for one in tables
@@ -181,8 +183,9 @@ class Device:
 
     def execute(self, launched: Launched) -> list[int]:
         step, size = launched.step, self.config.page_size
+        cells = list(self.cells) if self.copies_at_once else self.cells
         for source, target in step.copies:
-            self.cells[target] = list(self.cells[source])
+            self.cells[target] = list(cells[source])
         entries: list[tuple[int, DecodeRow | PrefillBlock, int, list[int]]] = []
         for index, row in enumerate(step.decode):
             assert (row.token == -1) == (row.source >= 0)
@@ -222,6 +225,13 @@ class Device:
         while self.queue:
             self.complete()
         return self.ended[before:]
+
+    def run_until(self, *requests: Request) -> list[Request]:
+        """Adds requests and runs until they have ended, whatever else is left."""
+        self.add(*requests)
+        while not all(one.ended for one in requests):
+            self.turn()
+        return list(requests)
 
     def check_pages(self) -> None:
         """No page is lost or in two places; whoever uses one is counted."""
@@ -294,8 +304,484 @@ def test_generates_what_the_model_says(ahead: bool) -> None:
     device.check_nothing_left()
 
 
-@pytest.mark.parametrize("seed", range(40))
+def prefilled(device: Device) -> int:
+    return device.scheduler.stats.prefilled
+
+
+def test_a_token_on_its_way_is_taken_from_the_device() -> None:
+    device = Device()
+    device.run(request(range(9), new=4))
+    first, *rest = device.steps
+    assert [len(block.tokens) for block in first.prefill] == [4, 4]
+    assert [(row.token, row.position) for row in first.decode] == [(8, 8)], "cheaper than a block"
+    assert [row.token for step in rest for row in step.decode] == [-1] * 3
+    assert [row.position for step in rest for row in step.decode] == [9, 10, 11]
+
+
+def test_nothing_is_scheduled_beyond_the_limits() -> None:
+    for prompt, new, context in ((5, 4, 48), (5, 90, 20), (19, 9, 20), (1, 1, 20)):
+        device = Device(EngineConfig(slots=2, context_length=context, page_size=4))
+        (done,) = device.run(request(range(prompt), new=new))
+        total = min(prompt + new, context)
+        assert len(done.ids) == total
+        assert sorted(at for step in device.steps for _, at in writes(step)) == list(
+            range(total - 1)
+        )
+
+
+def test_ends_by_length_are_told() -> None:
+    device = Device()
+    one = request([1], new=2)
+    device.add(one)
+    device.turn()
+    device.turn()
+    assert (one.full, one.ended) == (False, False)
+    assert device.turn() is None
+    assert (one.full, one.ended) == (True, True)
+    assert device.scheduler.running == 0
+
+
+def test_a_slot_is_free_once_the_last_token_is_on_its_way() -> None:
+    device = Device()
+    device.add(*(request([start], new=2) for start in range(4)))
+    late = request([9], new=2)
+    device.add(late)
+    device.turn()
+    device.turn()
+    assert not requests_of(device.steps[-1]) & {late}
+    device.turn()
+    assert requests_of(device.steps[-1]) == {late}
+    device.run()
+
+
+def test_a_stop_ends_a_request_whose_next_row_is_on_its_way() -> None:
+    device = Device()
+    one = request(range(6), new=20)
+    device.stops[one] = 8
+    device.run(one)
+    assert one.ids == expected(range(6), 2)
+    assert requests_of(device.steps[-1]) == {one}, "it was on its way"
+    device.check_nothing_left()
+
+
+def test_lockstep_waits_for_its_token_and_nobody_else_does() -> None:
+    device = Device()
+    slow, quick = request([1], new=4, lockstep=True), request([2], new=7)
+    device.run(slow, quick)
+    assert all(row.source == -1 for s in device.steps for row in s.decode if row.request is slow)
+    turns = [one for step in device.steps for one in requests_of(step) if one is slow]
+    assert len(turns) == 4
+    assert len(device.steps) == 7
+    assert slow.ids == expected([1], 4)
+
+
+def test_the_members_of_a_group_compute_their_prompt_once_and_at_once() -> None:
+    device = Device()
+    device.add(*(request(range(18), new=4) for _ in range(4)))
+    step = device.turn()
+    assert step is not None
+    assert len(requests_of(step)) == 4
+    assert prefilled(device) == 16 + 4 * 2
+    device.run()
+    assert device.scheduler.stats.reused == 3 * 16
+    assert [one.reused for one in device.ended] == [0, 16, 16, 16]
+    device.check_nothing_left()
+
+
+def test_a_long_common_prompt_is_computed_once_over_many_steps() -> None:
+    config = EngineConfig(slots=4, context_length=200, prefill_tokens=(16,), page_size=4)
+    device = Device(config)
+    device.run(*(request(range(162), new=4) for _ in range(4)))
+    # Those that are behind copy the beginning of the last page, or compute it beside.
+    assert 162 <= prefilled(device) <= 160 + 4 * 2
+    assert len([step for step in device.steps if step.prefill]) <= 12
+
+
+def test_the_next_turn_computes_only_what_is_new() -> None:
+    device = Device()
+    (first,) = device.run(request(range(10), new=7))
+    turn = [*first.ids, *range(50, 57)]
+    before = prefilled(device)
+    (second,) = device.run(request(turn, new=3))
+    # The last token of a turn was sampled, so its keys and values were never computed.
+    assert second.reused == len(first.ids) - 1
+    assert prefilled(device) - before == 1 + 7
+    assert second.ids == expected(turn, 3)
+    device.check_nothing_left()
+
+
+def test_a_prompt_that_is_known_costs_one_row() -> None:
+    for length in (15, 16, 17):
+        device = Device()
+        device.run(request(range(length), new=3))
+        before = prefilled(device)
+        device.add(*(request(range(length), new=3) for _ in range(3)))
+        step = device.turn()
+        assert step is not None
+        assert (len(step.decode), len(step.prefill), step.blocks) == (3, 0, 0)
+        assert all(row.token == length - 1 for row in step.decode)
+        assert prefilled(device) - before == 3
+        device.run()
+        device.check_nothing_left()
+
+
+def test_forks_copy_the_page_that_is_partly_common() -> None:
+    device = Device()
+    device.run(request(range(12), new=1))
+    forks = [[*range(11), 70, 71], [*range(11), 80, 81], [*range(10), 90, 91]]
+    device.add(*(request(ids, new=2) for ids in forks))
+    step = device.turn()
+    assert step is not None
+    assert len(step.copies) == 3
+    ended = device.run()
+    assert [one.reused for one in ended] == [11, 11, 10]
+    assert [one.ids for one in ended] == [expected(ids, 2) for ids in forks]
+    device.check_nothing_left()
+
+
+def test_what_the_step_in_the_making_writes_is_not_copied() -> None:
+    device = Device()
+    device.add(request(range(12), new=1), request([*range(11), 77, 78], new=1))
+    step = device.turn()
+    assert step is not None
+    assert not step.copies
+    assert prefilled(device) == 12 + 5
+    device.run()
+
+
+def test_one_common_token_is_not_worth_a_copy() -> None:
+    device = Device()
+    device.run(request(range(8), new=1))
+    device.run(request([*range(5), 77, 78, 79], new=1))
+    assert not any(step.copies for step in device.steps)
+
+
+def test_a_turn_that_goes_on_replaces_the_end_of_the_last() -> None:
+    device = Device()
+    (first,) = device.run(request(range(9), new=3))  # its last page holds 3 of 4
+    device.run(request([*first.ids, 60, 61, 62, 63, 64], new=1))
+    for node in nodes_of(device.scheduler):
+        assert node.parent is not None
+        for sibling in node.parent.children:
+            assert sibling == node.key or sibling[: len(node.key)] != node.key
+
+
+def test_equal_generations_share_pages() -> None:
+    device = Device(EngineConfig(slots=4, context_length=48, page_size=4, pages=60))
+    device.add(*(request(range(8), new=30) for _ in range(4)))
+    for _ in range(24):
+        device.turn()
+    used = 59 - device.scheduler.free_pages
+    assert used <= 8 + 4 * 2, "each has its last page or two, the rest is common"
+    device.run()
+    device.check_nothing_left()
+
+
+def test_the_step_takes_the_smallest_shape_and_all_that_can_decode() -> None:
+    device = Device()
+    device.add(*(request([start], new=20) for start in range(3)))
+    device.turn()
+    device.add(request(range(40, 60), new=5))
+    step = device.turn()
+    assert step is not None
+    assert (step.rows, step.blocks, len(step.decode), len(step.prefill)) == (4, 8, 3, 5)
+    device.run()
+
+
+def test_a_long_prompt_does_not_keep_short_ones_or_decoding_waiting() -> None:
+    config = EngineConfig(slots=8, context_length=400, prefill_tokens=(16,), page_size=4)
+    device = Device(config)
+    talking = request([1], new=60)
+    device.add(talking)
+    device.turn()
+    long = request(range(300), new=2)
+    device.add(long)
+    device.turn()
+    short = [request(range(1000 + 10 * i, 1007 + 10 * i), new=2) for i in range(4)]
+    device.add(*short)
+    for _ in range(6):
+        step = device.turn()
+        assert talking in requests_of(step)
+        assert long in requests_of(step)
+    assert all(one.ended for one in short)
+    assert not long.ended
+    device.run()
+
+
+def test_a_stream_of_short_prompts_does_not_keep_a_long_one_waiting() -> None:
+    config = EngineConfig(slots=8, context_length=400, prefill_tokens=(16,), page_size=4)
+    device = Device(config)
+    long = request(range(300), new=1)
+    device.add(long)
+    fresh = iter(range(1000, 10**9, 10))
+    turns = 0
+    while not long.ended:
+        start = next(fresh)
+        device.add(*(request(range(start + i, start + i + 7), new=1) for i in (0, 100_000)))
+        device.turn()
+        turns += 1
+    assert turns <= 300 / 8 + 2, "it has half of each step"
+
+
+def test_first_come_first_served() -> None:
+    ended = Device().run(*(request([start], new=3) for start in range(12)))
+    assert [one.ids[0] for one in ended] == list(range(12))
+
+
+def test_prompts_wait_for_pages_in_order() -> None:
+    config = EngineConfig(slots=4, context_length=40, page_size=4, pages=12)
+    device = Device(config)
+    first, long, short = request(range(20), new=9), request(range(50, 80)), request([90])
+    device.add(first, long, short)
+    device.turn()
+    assert (device.scheduler.running, device.scheduler.waiting) == (1, 2)
+    assert requests_of(device.steps[-1]) == {first}, "a short one does not overtake"
+    assert device.run() == [first, long, short]
+    assert device.scheduler.stats.preemptions == 0
+    device.check_nothing_left()
+
+
+def test_waiting_for_pages_does_not_search_the_tree_each_step(monkeypatch) -> None:
+    config = EngineConfig(slots=4, context_length=40, page_size=4, pages=12)
+    device = Device(config)
+    device.add(request(range(20), new=9), request(range(50, 80)))
+    device.turn()
+    device.turn()
+    looked: list[Request] = []
+    follow = device.scheduler._follow
+    monkeypatch.setattr(device.scheduler, "_follow", lambda one: (looked.append(one), follow(one)))
+    for _ in range(5):
+        device.turn()
+    assert not looked
+    device.run()
+
+
+def test_the_latest_is_preempted_and_goes_on_later() -> None:
+    config = EngineConfig(slots=4, context_length=40, page_size=4, pages=15)
+    device = Device(config)
+    requests = [request(range(50 * i, 50 * i + 9), new=25) for i in range(3)]
+    ended = device.run(*requests)
+    assert ended == requests, "in order of arrival"
+    assert requests[0].preemptions == 0
+    assert device.scheduler.stats.preemptions == sum(one.preemptions for one in requests) > 0
+    assert device.scheduler.stats.evictions > 0
+    assert [one.ids for one in ended] == [expected(range(50 * i, 50 * i + 9), 25) for i in range(3)]
+    device.check_nothing_left()
+
+
+def test_the_preempted_finds_again_what_was_not_evicted() -> None:
+    config = EngineConfig(slots=2, context_length=40, page_size=4, pages=13)
+    device = Device(config)
+    first, second = request(range(17), new=20), request(range(50, 67), new=20)
+    device.run(first, second)
+    assert (first.preemptions, second.preemptions) == (0, 1)
+    computed = [at for step in device.steps for one, at in writes(step) if one is second]
+    assert sorted(set(computed)) == list(range(36))
+    assert len(computed) == 36 + 3 * 4, "of 6 pages the last 3 were taken"
+    assert second.reused == 0, "only its first time counts"
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("prompt", [1, 20, 47])
+def test_one_request_that_fits_always_goes_on(page_size: int, prompt: int) -> None:
+    """In the smallest cache there can be, full of others' pages."""
+    table = -(-48 // page_size)
+    config = EngineConfig(
+        slots=3, context_length=48, prefill_tokens=(16,), page_size=page_size, pages=table + 1
+    )
+    device = Device(config)
+    device.run(request(range(500, 540), new=8))
+    ids = range(prompt)
+    device.run(request(ids, new=48))
+    device.run(*(request(ids, new=48) for _ in range(3)))
+    assert all(one.ids == expected(ids, 48 - prompt) for one in device.ended[1:])
+    assert device.ended[1].preemptions == 0
+    device.check_nothing_left()
+
+
+def test_a_prompt_left_without_pages_gets_those_of_the_latest() -> None:
+    config = EngineConfig(slots=2, context_length=120, prefill_tokens=(8,), page_size=4, pages=31)
+    device = Device(config)
+    long, other = request(range(112), new=1), request(range(500, 504), new=60)
+    device.run(long, other)
+    assert (long.preemptions, other.preemptions) == (0, 1)
+    assert other.ids == expected(range(500, 504), 60)
+    device.check_nothing_left()
+
+
+def test_cancelling_frees_pages_at_once_also_with_a_token_on_its_way() -> None:
+    device = Device()
+    kept, gone = request(range(10), new=30), request(range(50, 70), new=20)
+    waiting = [request([i], new=3) for i in range(4)]
+    device.add(kept, gone, *waiting)
+    device.turn()
+    device.turn()
+    assert device.scheduler.waiting == 2
+    before = device.scheduler.free_pages
+    device.cancel(gone)
+    assert device.scheduler.free_pages == before + 6
+    device.cancel(gone)
+    device.cancel(waiting[-1])
+    assert (device.scheduler.running, device.scheduler.waiting) == (3, 1)
+    ids = list(gone.ids)
+    device.run()
+    assert gone.ids == ids, "tokens that come later don't count"
+    assert waiting[-1].ids == [3]
+    assert kept.ids == expected(range(10), 30)
+    device.cancel(kept)
+    device.scheduler.cancel(request([1]))  # never added
+    device.check_nothing_left()
+
+
+def test_what_was_cancelled_is_found_again() -> None:
+    device = Device()
+    gone = request(range(16), new=20)
+    device.add(gone)
+    device.turn()
+    device.cancel(gone)
+    (again,) = device.run(request(range(16), new=2))
+    assert again.reused == 15
+
+
+@pytest.mark.parametrize(("lag", "reused"), [(0, 0), (1, 0), (2, 11), (3, 11)])
+def test_pages_of_weights_too_old_are_not_reused(lag: int, reused: int) -> None:
+    config = EngineConfig(slots=2, context_length=48, page_size=4, reuse_lag=lag)
+    device = Device(config)
+    device.run(request(range(12), new=1))
+    device.publish(1)
+    device.publish(2)
+    (again,) = device.run(request(range(12), new=1))
+    assert again.reused == reused
+    device.check_nothing_left()
+
+
+def test_a_page_is_as_old_as_the_oldest_before_it() -> None:
+    device = Device()
+    device.run(request(range(8), new=1))
+    device.publish(2)
+    (second,) = device.run(request([*range(8), *range(60, 68)], new=1))
+    assert second.reused == 8
+    device.publish(3)  # three after the first weights, one after the second
+    (third,) = device.run(request([*range(8), *range(60, 68)], new=1))
+    assert third.reused == 0
+    device.publish(5)
+    (fourth,) = device.run(request([*range(8), *range(60, 68)], new=1))
+    assert fourth.reused == 15, "the newer pages took the place of the older ones"
+    device.check_nothing_left()
+
+
+def test_kept_keys_and_values_go_on_under_new_weights() -> None:
+    device = Device()
+    one = request(range(10), new=20)
+    device.add(one)
+    for version in range(1, 8):
+        device.turn()
+        device.publish(version)
+    device.run()
+    assert prefilled(device) == 10
+    assert one.ids == expected(range(10), 20)
+
+
+def test_others_compute_again_what_an_old_request_still_reads() -> None:
+    device = Device()
+    old = request(range(16), new=30)
+    device.add(old)
+    device.turn()
+    device.publish(3)
+    (new,) = device.run_until(request(range(16), new=2))
+    assert new.reused == 0
+    (newer,) = device.run_until(request(range(16), new=2))
+    assert newer.reused == 15
+    device.run()
+    assert old.ids == expected(range(16), 30)
+    device.check_nothing_left()
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_recompute_computes_everything_again_and_groups_still_share(lockstep: bool) -> None:
+    device = Device()
+    group = [request(range(17), new=12, lockstep=lockstep) for _ in range(4)]
+    device.add(*group)
+    for _ in range(3):
+        device.turn()
+    before, steps = prefilled(device), len(device.steps)
+    device.publish(1, recompute=True)
+    assert all(one.computed == 0 for one in group)
+    device.run()  # the device checks that nothing older is read
+    again = prefilled(device) - before
+    assert 17 <= again <= 16 + 4 * 4, "once for all, but for the last page"
+    assert len(device.steps) - steps <= (25 if lockstep else 14)
+    assert [one.ids for one in device.ended] == [expected(range(17), 12)] * 4
+    assert device.scheduler.stats.reused == 3 * 16
+    device.check_nothing_left()
+
+
+def test_weights_that_are_not_newer_make_everything_forgotten() -> None:
+    for version in (5, 3):
+        device = Device()
+        device.publish(5)
+        device.run(request(range(16), new=1))
+        running = request(range(16), new=20)
+        device.add(running)
+        device.turn()
+        device.publish(version)
+        (other,) = device.run_until(request(range(16), new=1))
+        assert other.reused == 0
+        (third,) = device.run_until(request(range(16), new=1))
+        assert third.reused == 15
+        device.run()
+        assert running.ids == expected(range(16), 20)
+        device.check_nothing_left()
+
+
+def test_clearing_forgets_what_nobody_reads() -> None:
+    device = Device()
+    running = request(range(60, 76), new=20)
+    device.add(running)
+    device.run_until(request(range(16), new=1))
+    device.scheduler.clear_cache()
+    (again, same) = device.run_until(request(range(16), new=1), request(range(60, 76), new=1))
+    assert (again.reused, same.reused) == (0, 15)
+    device.run()
+    device.check_nothing_left()
+
+
+def test_nothing_to_do_is_no_step() -> None:
+    scheduler = Scheduler(CONFIG)
+    assert scheduler.schedule() is None
+    scheduler.add(request([1], new=1))
+    step = scheduler.schedule()
+    assert step is not None
+    assert scheduler.schedule() is None, "its last token is on its way"
+    scheduler.complete(step, [7] * (step.rows + step.blocks))
+    assert scheduler.schedule() is None
+
+
+def test_counts_and_free_pages_follow() -> None:
+    device = Device()
+    assert device.scheduler.free_pages == device.config.total_pages - 1
+    device.add(request(range(10), new=5))
+    assert (device.scheduler.running, device.scheduler.waiting) == (0, 1)
+    device.turn()
+    assert (device.scheduler.running, device.scheduler.waiting) == (1, 0)
+    assert device.scheduler.free_pages == device.config.total_pages - 1 - 3
+    device.run()
+    device.check_nothing_left()
+
+
+@pytest.mark.parametrize("seed", range(15))
 def test_any_order_of_events_gives_the_same_tokens(seed: int) -> None:
+    random_traffic(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1500, 50))
+def test_any_order_of_many_more_events_gives_the_same_tokens(first: int) -> None:
+    for seed in range(first, first + 50):
+        random_traffic(seed)
+
+
+def random_traffic(seed: int) -> None:
     """Turns, forks, siblings, strangers, stops, cancellations, new weights and flushes in any order, in
     caches from one conversation's size on."""
     rng = random.Random(seed)
@@ -311,7 +797,7 @@ def test_any_order_of_events_gives_the_same_tokens(seed: int) -> None:
         pages=rng.choice([table + 1, table + 3, 2 * table, 0]),
         reuse_lag=rng.randint(0, 2),
     )
-    device = Device(config, ahead=rng.random() < 0.8)
+    device = Device(config, ahead=rng.random() < 0.8, copies_at_once=rng.random() < 0.5)
     past = [[10 * stem + rng.randrange(3) for _ in range(14)] for stem in range(2)]
     asked: list[tuple[Request, list[int]]] = []
     publishes = rng.random() < 0.7
@@ -343,8 +829,7 @@ def test_any_order_of_events_gives_the_same_tokens(seed: int) -> None:
     device.run()
     for one, prompt in asked:
         assert one.ended
-        new = len(one.ids) - len(prompt)
-        assert one.ids == expected(prompt, new)
-        assert one in device.ended or new < min(one.max_new_tokens, context - len(prompt))
-        assert one.pending == 0 or one not in device.ended or one in device.stops
+        limit = min(len(prompt) + one.max_new_tokens, context, device.stops.get(one, context))
+        assert len(one.ids) == limit if one in device.ended else len(one.ids) < limit
+        assert one.ids == expected(prompt, len(one.ids) - len(prompt))
     device.check_nothing_left()

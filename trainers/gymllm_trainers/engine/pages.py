@@ -33,12 +33,12 @@ class Node:
     page: int
     key: tuple[int, ...]
     """Tokens whose keys and values the page holds."""
-    parent: Node | None
+    parent: Node | None = field(repr=False)
     version: int
     """Oldest weights that these tokens, or any before them, were computed with."""
     step: int
     """Step that wrote the last of them, or a later one."""
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict, repr=False)
     users: int = 0
     """Requests that lead through it; those of a node's children are users of it, too."""
 

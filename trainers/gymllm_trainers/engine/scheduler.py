@@ -44,7 +44,7 @@ class Request:
 
     pages: list[int] = field(default_factory=list)
     """Its pages, in order. The list only grows; where a page changes, it is another list."""
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list, repr=False)
     """The tree's nodes of the first of its pages; those after are its own, and the only ones it writes to."""
     computed: int = 0
     """Tokens whose keys and values are in its pages once everything scheduled has run."""
@@ -486,17 +486,19 @@ class Scheduler:
         # The last token is always computed: its hidden state gives the next one.
         end = len(request.ids) + request.pending - 1
         oldest = max(self._version - self._lag, request.required)
-        node = request.nodes[-1] if request.nodes else self._pages.root
+        pages, ids = self._pages, request.ids
+        node = request.nodes[-1] if request.nodes else pages.root
         while computed + size <= end:
-            key = tuple(request.ids[computed : computed + size])
-            node = self._pages.find(node, key, oldest=oldest)
-            if node is None:
+            found = pages.find(node, tuple(ids[computed : computed + size]), oldest=oldest)
+            if found is None:
                 break
-            self._pages.enter(node)
-            self._pages.hold(node.page)
+            node = found
+            pages.enter(node)
+            pages.hold(node.page)
             request.nodes.append(node)
             request.pages.append(node.page)
             computed += size
+        if computed > request.computed:
             self._found(request, computed, node)
 
     def _branch(self, request: Request, draft: _Draft) -> None:
