@@ -1,0 +1,284 @@
+"""What eight devices compute, keep, read and write, against one; and what doesn't fit a mesh.
+
+Run as a script it is the process with eight devices: JAX takes their number when it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from gymllm.errors import ConfigError, ModelError
+from gymllm_trainers.models import (
+    Decoder,
+    LoadedModel,
+    load_model,
+    random_decoder,
+    save_model,
+)
+from gymllm_trainers.models.decoder import LoRAParam
+from gymllm_trainers.models.sharding import (
+    MESH_AXES,
+    constrain_rows,
+    leaf_at,
+    make_mesh,
+    param_shardings,
+    row_sharding,
+    shard_decoder,
+)
+
+FIXTURES = Path(__file__).parent / "fixtures"
+# Every axis at once, on the family that has something on each of them.
+FAST = [("tiny_qwen3_moe", {"fsdp": 2, "tensor": 2, "expert": 2})]
+SLOW = [
+    ("tiny_llama", {"fsdp": 8}),
+    ("tiny_qwen3", {"data": 8, "fsdp": 1}),
+    ("tiny_qwen3", {"data": 2, "fsdp": 2, "tensor": 2}),
+    ("tiny_qwen3", {"fsdp": 2, "tensor": 4}),
+    ("tiny_gemma3", {"fsdp": 4, "tensor": 2}),
+    ("tiny_qwen3_moe", {"expert": 2, "data": 4, "fsdp": 1}),
+]
+
+
+def abstract_mesh(**sizes: int) -> AbstractMesh:
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in MESH_AXES), MESH_AXES)
+
+
+# ------------------------------------------------------------------ eight devices
+
+
+def on_eight_devices(cases: list[tuple[str, dict[str, int]]]) -> list[dict[str, float]]:
+    """Runs this file with eight devices; what `measure` returns for each case."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(cases)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def measure(name: str, sizes: dict[str, int]) -> dict[str, float]:
+    """Largest differences between what eight devices and one make of a checkpoint, and one's share of it."""
+    mesh = make_mesh(**sizes)
+    single, divided = load_model(FIXTURES / name), load_model(FIXTURES / name, mesh=mesh)
+    results = {
+        "parameters": largest_difference(divided.params, single.params),
+        "largest_share": largest_share(divided),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(
+            Path(folder) / "m", divided.config, divided.params, divided.tokenizer, overwrite=True
+        )
+        written = load_model(Path(folder) / "m")
+    results["written"] = largest_difference(written.params, single.params)
+
+    generator = np.random.default_rng(0)
+    ids = jnp.array(generator.integers(0, single.config.vocab_size, (8, 12)), jnp.int32)
+    decoder = with_adapters(single)
+    expected = loss_and_gradient(decoder, ids)
+    # Sharded from a decoder that is whole: how adapters, which aren't in the checkpoint, get there.
+    decoder = with_adapters(divided)
+    shard_decoder(decoder, mesh)
+    with jax.set_mesh(mesh):
+        found = loss_and_gradient(decoder, jax.device_put(ids, row_sharding(mesh)))
+    results["loss"] = abs(float(found[0]) - float(expected[0]))
+    results["gradient"] = largest_difference(found[1], expected[1])
+    return results
+
+
+def with_adapters(model: LoadedModel) -> Decoder:
+    """The model with adapters that change what it computes."""
+    decoder = model.decoder()
+    decoder.add_adapters(rank=2, alpha=4.0, rngs=nnx.Rngs(0))
+    for _, variable in nnx.to_flat_state(nnx.state(decoder.adapters, LoRAParam)):
+        noise = np.random.default_rng(variable[...].size).normal(0, 0.1, variable[...].shape)
+        variable[...] = jnp.asarray(noise, jnp.float32)
+    return decoder
+
+
+def loss_and_gradient(decoder: Decoder, ids_BT: jax.Array) -> tuple[jax.Array, nnx.State]:
+    """Mean negative log-probability of tokens after the first, and its gradient, where those are."""
+    graph, state = nnx.split(decoder)
+    positions = jnp.broadcast_to(jnp.arange(ids_BT.shape[1], dtype=jnp.int32), ids_BT.shape)
+
+    def loss(state: nnx.State, ids_BT: jax.Array) -> jax.Array:
+        decoder = nnx.merge(graph, state)
+        hidden = decoder.hidden(ids_BT, positions, jnp.ones_like(ids_BT))
+        logprobs = jax.nn.log_softmax(decoder.logits(hidden)[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logprobs, ids_BT[:, 1:, None], axis=-1))
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    compute = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))
+    return compute(state, ids_BT)
+
+
+def largest_difference(left: object, right: object) -> float:
+    """Over two trees of arrays, each relative to the largest value of its array."""
+
+    def difference(left: jax.Array, right: jax.Array) -> float:
+        left, right = np.asarray(left), np.asarray(right)
+        return float(np.abs(left - right).max() / np.abs(right).max())
+
+    return max(jax.tree.leaves(jax.tree.map(difference, left, right)))
+
+
+def largest_share(model: LoadedModel) -> float:
+    """The most of the parameters' bytes that one device keeps."""
+    leaves = jax.tree.leaves(model.params)
+    kept = dict.fromkeys(jax.devices(), 0)
+    for leaf in leaves:
+        for shard in leaf.addressable_shards:
+            kept[shard.device] += shard.data.nbytes
+    return max(kept.values()) / sum(leaf.nbytes for leaf in leaves)
+
+
+def check(results: dict[str, float]) -> None:
+    assert results["parameters"] == 0
+    assert results["written"] == 0
+    assert results["loss"] < 1e-5
+    assert results["gradient"] < 1e-5
+
+
+def test_eight_devices_compute_what_one_does() -> None:
+    (results,) = on_eight_devices(FAST)
+    check(results)
+    # Norms and the router's outputs stay whole; the rest is in eight, or in four where there are no experts.
+    assert 1 / 8 < results["largest_share"] < 0.25
+
+
+@pytest.mark.slow
+def test_every_division_computes_what_one_device_does() -> None:
+    for (_, sizes), results in zip(SLOW, on_eight_devices(SLOW), strict=True):
+        check(results)
+        assert (results["largest_share"] == 1) == (sizes.get("data") == 8)
+
+
+# ------------------------------------------------------------------ where parameters belong
+
+
+def test_every_parameter_has_a_place() -> None:
+    for name in sorted(path.parent.name for path in FIXTURES.glob("*/config.json")):
+        config = load_model(FIXTURES / name).config
+        params = nnx.to_pure_dict(
+            nnx.state(nnx.eval_shape(lambda c=config: random_decoder(c, seed=0)))
+        )
+        shardings = param_shardings(config, abstract_mesh(fsdp=2))
+        shapes = jax.tree.map(
+            lambda sharding, leaf: sharding.shard_shape(leaf.shape), shardings, params
+        )
+        divided = {
+            key
+            for key, shape in (shapes["layers"] | {"embedding": shapes["embedding"]}).items()
+            if shape != (params["layers"] | params)[key].shape
+        }
+        kernels = {key for key, leaf in params["layers"].items() if leaf.ndim > 2}
+        assert divided == kernels | {"embedding"}
+
+
+def test_kernels_are_divided_by_heads_and_by_feed_forward() -> None:
+    config = load_model(FIXTURES / "tiny_qwen3_moe").config
+    shardings = param_shardings(config, abstract_mesh(tensor=2, expert=2))
+
+    def spec(*path: str) -> PartitionSpec:
+        sharding = leaf_at(shardings, path)
+        assert sharding is not None
+        return sharding.spec
+
+    assert spec("embedding") == PartitionSpec("tensor", "fsdp")
+    assert spec("layers", "query") == PartitionSpec(None, "fsdp", "tensor")
+    assert spec("layers", "output") == PartitionSpec(None, "tensor", "fsdp")
+    assert spec("layers", "experts_down") == PartitionSpec(None, "expert", "tensor", "fsdp")
+    assert spec("layers", "attention_norm") == PartitionSpec(None, None)
+
+
+def test_vocabulary_that_does_not_divide_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(load_model(FIXTURES / "tiny_qwen3").config, vocab_size=321)
+    with caplog.at_level(logging.WARNING):
+        shardings = param_shardings(config, abstract_mesh(tensor=4))
+    embedding = leaf_at(shardings, ("embedding",))
+    key = leaf_at(shardings, ("layers", "key"))
+    assert embedding is not None
+    assert key is not None
+    assert embedding.spec == PartitionSpec(None, "fsdp")
+    assert key.spec == PartitionSpec(None, "fsdp", None)
+    assert [record.message for record in caplog.records] == [
+        "vocab_size=321 is not a multiple of tensor=4: kept whole.",
+        "num_key_value_heads=2 is not a multiple of tensor=4: kept whole.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor": 8}, "num_attention_heads=4 can't be divided over tensor=8"),
+        ({"fsdp": 3}, "hidden_size=32 can't be divided over fsdp=3"),
+        ({"expert": 4}, "num_experts=6 can't be divided over expert=4"),
+    ],
+)
+def test_what_can_not_be_divided_is_named(sizes: dict[str, int], message: str) -> None:
+    config = load_model(FIXTURES / "tiny_qwen3_moe").config
+    with pytest.raises(ModelError, match=message):
+        param_shardings(config, abstract_mesh(**sizes))
+
+
+def test_feed_forward_that_does_not_divide_is_named() -> None:
+    config = replace(load_model(FIXTURES / "tiny_qwen3").config, intermediate_size=63)
+    with pytest.raises(ModelError, match="intermediate_size=63 can't be divided over tensor=2"):
+        param_shardings(config, abstract_mesh(tensor=2))
+
+
+# ------------------------------------------------------------------ meshes
+
+
+def test_mesh_takes_what_the_other_axes_leave() -> None:
+    assert dict(make_mesh(devices=jax.devices()[:1]).shape) == dict.fromkeys(MESH_AXES, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor": 2}, r"tensor=2, expert=1 doesn't fit 1 devices: .* multiply to that number"),
+        ({"fsdp": 2}, r"data=1, fsdp=2, .* doesn't fit 1 devices"),
+        ({"data": -1}, r"-1 on one axis .*got data=-1, fsdp=-1"),
+        ({"data": 0}, r"must be >= 1, .*got data=0"),
+    ],
+)
+def test_mesh_that_does_not_fit_is_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_mesh(**sizes, devices=jax.devices()[:1])
+
+
+def test_mesh_of_other_axes_is_refused() -> None:
+    config = load_model(FIXTURES / "tiny_qwen3").config
+    with pytest.raises(ConfigError, match=r"has the axes x and lacks data, .* `make_mesh`"):
+        param_shardings(config, AbstractMesh((2,), ("x",)))
+
+
+def test_without_a_mesh_nothing_is_constrained() -> None:
+    x = jnp.ones((3, 2))
+    assert constrain_rows(x) is x
+
+
+if __name__ == "__main__":
+    print(json.dumps([measure(name, sizes) for name, sizes in json.loads(sys.argv[1])]))  # noqa: T201
