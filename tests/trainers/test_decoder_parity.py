@@ -1,5 +1,6 @@
 """Our decoder computes what transformers does, on random checkpoints and on SmolLM2's weights."""
 
+import functools
 import importlib.util
 import json
 from importlib import metadata
@@ -26,28 +27,57 @@ FAMILIES = [
 ]
 
 
+hidden = nnx.jit(Decoder.hidden)  # one, so that tests of a family share what it compiled
+
+
+@functools.cache
+def family(name: str) -> Decoder:
+    return load_model(FIXTURES / name).decoder()
+
+
 def logits(decoder: Decoder, ids: np.ndarray) -> np.ndarray:
     ids_BT = jnp.asarray(ids, jnp.int32)
     positions_BT = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
-    hidden = nnx.jit(Decoder.hidden)(decoder, ids_BT, positions_BT, jnp.ones_like(ids_BT))
-    return np.asarray(decoder.logits(hidden))
+    out = hidden(decoder, ids_BT, positions_BT, jnp.ones_like(ids_BT))
+    return np.asarray(decoder.logits(out))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_agree_with_transformers(name: str) -> None:
     recorded = np.load(FIXTURES / name / "logits.npz")
-    decoder = load_model(FIXTURES / name).decoder()
-    ours = logits(decoder, recorded["ids"])
+    ours = logits(family(name), recorded["ids"])
     assert np.abs(recorded["logits"]).max() > 1  # else the tolerance would say nothing
     np.testing.assert_allclose(ours, recorded["logits"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_llama"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_sequences_agree_with_each_alone(name: str) -> None:
+    """Two sequences in a row, the second one's window and positions its own, and padding."""
+    recorded = np.load(FIXTURES / name / "logits.npz")
+    ids = recorded["ids"].astype(np.int32)
+    tokens = ids.shape[1]
+    first, second = tokens * 3 // 8, tokens * 9 // 16
+    padding = tokens - first - second
+    row = np.concatenate([ids[1, :first], ids[0, :second], ids[0, :padding]])
+    positions = np.concatenate([np.arange(first), np.arange(second), np.arange(padding)])
+    segments = np.repeat([1, 2, 0], [first, second, padding])
+    # The other row is one sequence.
+    batch = [
+        np.stack(pair).astype(np.int32) for pair in ((row, ids[0]), (positions, np.arange(tokens)))
+    ]
+    out = hidden(family(name), *batch, np.stack([segments, np.ones(tokens)]).astype(np.int32))
+    ours, whole = np.asarray(family(name).logits(out))
+    np.testing.assert_allclose(ours[:first], recorded["logits"][1, :first], atol=1e-4, rtol=0)
+    packed = ours[first : first + second]
+    np.testing.assert_allclose(packed, recorded["logits"][0, :second], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(whole, recorded["logits"][0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_gemma2"])
 def test_cached_chunks_agree_with_transformers(name: str) -> None:
     recorded = np.load(FIXTURES / name / "logits.npz")
-    model = load_model(FIXTURES / name)
-    decoder = model.decoder()
-    cache = init_cache(model.config, slots=3, length=16, dtype=jnp.dtype("float32"))
+    decoder = family(name)
+    cache = init_cache(decoder.config, slots=3, length=16, dtype=jnp.dtype("float32"))
     extend = nnx.jit(Decoder.extend)
     slots_R = jnp.array([2, 0])
     start = 0
