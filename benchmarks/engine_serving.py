@@ -1,0 +1,86 @@
+"""What the engine's benchmarks share: an engine with its counts, batches of requests, what is compiled."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from gymllm.engine import GenerateRequest, Generation, SamplingParams
+from gymllm.errors import EngineError
+from gymllm.timeline import Timeline
+from gymllm_trainers.engine import EngineConfig, EngineCounts, JaxEngine
+from gymllm_trainers.models import Decoder
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Compilations:
+    """Counts every program that this process compiles from now on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._count)
+
+    def _count(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        self.count += event == COMPILED
+
+
+class Prompts:
+    """Random prompts, none twice: nothing of one is found in the cache by another."""
+
+    def __init__(self, vocabulary: int, *, seed: int = 0) -> None:
+        self._vocabulary = vocabulary
+        self._generator = np.random.default_rng(seed)
+
+    def take(self, count: int, length: int) -> list[list[int]]:
+        """So many, each of `length` ids; never id 0, which some peers pad with."""
+        return self._generator.integers(1, self._vocabulary, (count, length)).tolist()
+
+
+@asynccontextmanager
+async def serving(decoder: Decoder, config: EngineConfig) -> AsyncGenerator[JaxEngine]:
+    """An engine that has compiled everything, closed at the end."""
+    engine = JaxEngine(decoder, config, timeline=Timeline())
+    try:
+        await asyncio.to_thread(engine.ready.wait)
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+async def generate_all(
+    engine: JaxEngine, prompts: list[list[int]], *, new: int, temperature: float = 1.0
+) -> tuple[float, list[Generation]]:
+    """Seconds until all have their `new` tokens, and what was generated."""
+    requests = [
+        GenerateRequest(
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_new_tokens=new, temperature=temperature, seed=seed),
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
+    started = time.perf_counter()
+    done = await asyncio.gather(*(engine.generate(request) for request in requests))
+    seconds = time.perf_counter() - started
+    short = [len(generation.token_ids) for generation in done if len(generation.token_ids) != new]
+    if short:
+        raise EngineError(f"{len(short)} of {len(done)} requests got {short[0]} tokens, not {new}.")
+    return seconds, done
+
+
+def counts_since(engine: JaxEngine, before: EngineCounts) -> dict[str, Any]:
+    """What was counted since `before`, a copy of `engine.counts`."""
+    after = dataclasses.asdict(engine.counts)
+    return {name: after[name] - value for name, value in dataclasses.asdict(before).items()}
+
+
+def copy_counts(engine: JaxEngine) -> EngineCounts:
+    """The engine's counts as they are now."""
+    return dataclasses.replace(engine.counts)
