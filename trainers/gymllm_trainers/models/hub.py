@@ -310,6 +310,11 @@ class _Reader:
         kinds = self._settings.get("layer_types")
         if kinds is not None and (not isinstance(kinds, list) or not {*kinds} <= {_SLIDING, _FULL}):
             self._refuse("layer_types", kinds, [_FULL])
+        if kinds is not None and len(kinds) != layers:
+            raise ModelError(
+                f"{self._where}: layer_types has {len(kinds)} entries for num_hidden_layers={layers}; "
+                "expected one a layer."
+            )
         if self._architecture == _LLAMA:
             if kinds and _SLIDING in kinds:
                 self._refuse("layer_types", kinds, [_FULL])
