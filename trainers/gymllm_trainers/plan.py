@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
@@ -19,6 +19,8 @@ from gymllm.errors import ConfigError
 from gymllm_trainers.build import open_pool, task_source
 from gymllm_trainers.config import TrainConfig
 from gymllm_trainers.models import DecoderConfig, gguf, tiny_config
+from gymllm_trainers.models.config import RopeScaling
+from gymllm_trainers.models.decoder import linear_shapes
 from gymllm_trainers.models.hub import config_from_hub
 from gymllm_trainers.models.load import SMOLLM2
 from gymllm_trainers.players import check_players
@@ -26,6 +28,23 @@ from gymllm_trainers.train import TINY
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _ADAM = 8  # two moments in float32
+
+
+def _qwen2(layers: int, hidden: int, ff: int, heads: int, keys: int) -> DecoderConfig:
+    large = hidden > 3000
+    return DecoderConfig(
+        vocab_size=152_064 if large else 151_936,
+        hidden_size=hidden,
+        intermediate_size=ff,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        head_dim=hidden // heads,
+        max_position_embeddings=32_768,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=not large,
+        qkv_bias=True,
+    )
 
 
 def _qwen3(layers: int, hidden: int, ff: int, heads: int, *, tied: bool) -> DecoderConfig:
@@ -38,12 +57,15 @@ def _qwen3(layers: int, hidden: int, ff: int, heads: int, *, tied: bool) -> Deco
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40_960,
+        rope_theta=1_000_000.0,
         tie_word_embeddings=tied,
         qk_norm=True,
     )
 
 
-def _llama3(layers: int, hidden: int, ff: int, heads: int, *, tied: bool) -> DecoderConfig:
+def _llama3(
+    layers: int, hidden: int, ff: int, heads: int, *, tied: bool, factor: float
+) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=128_256,
         hidden_size=hidden,
@@ -53,20 +75,96 @@ def _llama3(layers: int, hidden: int, ff: int, heads: int, *, tied: bool) -> Dec
         num_key_value_heads=8,
         head_dim=hidden // heads,
         max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(kind="llama3", factor=factor),
+        rms_norm_eps=1e-5,
         tie_word_embeddings=tied,
     )
 
 
+def _gemma2(layers: int, hidden: int, ff: int, heads: int, keys: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=256_000,
+        hidden_size=hidden,
+        intermediate_size=ff,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        head_dim=256,
+        max_position_embeddings=8192,
+        hidden_act="gelu_pytorch_tanh",
+        norm_offset=True,
+        post_norms=True,
+        scale_embeddings=True,
+        query_pre_attn_scalar=256.0,
+        attention_softcap=50.0,
+        final_softcap=30.0,
+        sliding_window=4096,
+        sliding_layers=tuple(layer % 2 == 0 for layer in range(layers)),
+    )
+
+
+def _gemma3(layers: int, hidden: int, ff: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=262_144,
+        hidden_size=hidden,
+        intermediate_size=ff,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        max_position_embeddings=32_768,
+        rope_theta=1_000_000.0,
+        rope_local_theta=10_000.0,
+        qk_norm=True,
+        hidden_act="gelu_pytorch_tanh",
+        norm_offset=True,
+        post_norms=True,
+        scale_embeddings=True,
+        query_pre_attn_scalar=256.0,
+        sliding_window=512,
+        sliding_layers=tuple((layer + 1) % 6 != 0 for layer in range(layers)),
+    )
+
+
 SHAPES = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": DecoderConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rope_theta=100_000.0,
+        rms_norm_eps=1e-5,
+    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": _qwen2(24, 896, 4864, 14, 2),
+    "Qwen/Qwen2.5-1.5B-Instruct": _qwen2(28, 1536, 8960, 12, 2),
+    "Qwen/Qwen2.5-3B-Instruct": _qwen2(36, 2048, 11_008, 16, 2),
+    "Qwen/Qwen2.5-7B-Instruct": _qwen2(28, 3584, 18_944, 28, 4),
     "Qwen/Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True),
     "Qwen/Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True),
     "Qwen/Qwen3-4B": _qwen3(36, 2560, 9728, 32, tied=True),
     "Qwen/Qwen3-8B": _qwen3(36, 4096, 12_288, 32, tied=False),
     "Qwen/Qwen3-14B": _qwen3(40, 5120, 17_408, 40, tied=False),
     "Qwen/Qwen3-32B": _qwen3(64, 5120, 25_600, 64, tied=False),
-    "meta-llama/Llama-3.2-1B-Instruct": _llama3(16, 2048, 8192, 32, tied=True),
-    "meta-llama/Llama-3.2-3B-Instruct": _llama3(28, 3072, 8192, 24, tied=True),
-    "meta-llama/Llama-3.1-8B-Instruct": _llama3(32, 4096, 14_336, 32, tied=False),
+    "Qwen/Qwen3-30B-A3B": replace(
+        _qwen3(48, 2048, 6144, 32, tied=False),
+        num_key_value_heads=4,
+        num_experts=128,
+        experts_per_token=8,
+        expert_size=768,
+        norm_topk_prob=True,
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": _llama3(16, 2048, 8192, 32, tied=True, factor=32.0),
+    "meta-llama/Llama-3.2-3B-Instruct": _llama3(28, 3072, 8192, 24, tied=True, factor=32.0),
+    "meta-llama/Llama-3.1-8B-Instruct": _llama3(32, 4096, 14_336, 32, tied=False, factor=8.0),
+    "google/gemma-2-2b-it": _gemma2(26, 2304, 9216, 8, 4),
+    "google/gemma-2-9b-it": _gemma2(42, 3584, 14_336, 16, 8),
+    "google/gemma-3-270m-it": _gemma3(18, 640, 2048),
+    "google/gemma-3-1b-it": _gemma3(26, 1152, 6912),
 }
 """Shapes of hub models, as their config.json has them: planning needs no download."""
 
@@ -199,11 +297,8 @@ def _memory(config: TrainConfig, shape: DecoderConfig) -> Iterator[tuple[str, in
 
 def _adapters(shape: DecoderConfig, rank: int) -> int:
     """Parameters of adapters on every linear layer."""
-    query = shape.num_attention_heads * shape.head_dim
-    key = shape.num_key_value_heads * shape.head_dim
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    a_layer = 2 * (hidden + query) + 2 * (hidden + key) + 3 * (hidden + inner)
-    return rank * a_layer * shape.num_hidden_layers
+    ends = sum(fan_in + fan_out for fan_in, fan_out in linear_shapes(shape).values())
+    return rank * ends * shape.num_hidden_layers
 
 
 def _shape(config: TrainConfig) -> DecoderConfig | None:
