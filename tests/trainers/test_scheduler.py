@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -100,18 +100,18 @@ class Device:
         self.version = version
         if recompute:
             for one in self.alive:
-                drained = len(one.ids) + one.pending >= one.limit
-                if (one.running and not drained) or one.preemptions:
+                if one.running or one.preemptions:
                     self.required[one] = version
 
-    def turn(self) -> Step | None:
-        """Schedules a step, launches it, and completes the one before."""
+    def turn(self, between: Callable[[], None] = lambda: None) -> Step | None:
+        """Schedules a step, launches it, and completes the one before; `between` happens in between."""
         step = self.scheduler.schedule()
         for one in self.alive:
             if one.pages and self.placed.get(one, (-1, 0))[0] != one.preemptions:
                 self.placed[one] = (one.preemptions, self.version)
         if step is not None:
             self.launch(step)
+        between()
         while len(self.queue) > (1 if self.ahead and step is not None else 0):
             self.complete()
         return step
@@ -165,6 +165,7 @@ class Device:
             assert all(1 <= len(block.tokens) <= self.config.page_size for block in blocks)
             assert not any(block.samples for block in blocks[:-1])
             assert one.computed <= one.limit - 1
+            assert one.lockstep <= all(row.source < 0 for row in step.decode if row.request is one)
             assert not one.ended
 
     def complete(self) -> None:
@@ -235,6 +236,8 @@ class Device:
 
     def check_pages(self) -> None:
         """No page is lost or in two places; whoever uses one is counted."""
+        for queue in (self.scheduler._running, self.scheduler._waiting):
+            assert all(one.arrival < other.arrival for one, other in pairwise(queue))
         pages, nodes = self.scheduler._pages, nodes_of(self.scheduler)
         in_tree = [node.page for node in nodes]
         assert len(set(in_tree)) == len(in_tree)
@@ -397,9 +400,10 @@ def test_a_long_common_prompt_is_computed_once_over_many_steps() -> None:
     assert len([step for step in device.steps if step.prefill]) <= 12
 
 
-def test_the_next_turn_computes_only_what_is_new() -> None:
+@pytest.mark.parametrize("new", [7, 9, 10])
+def test_the_next_turn_computes_only_what_is_new(new: int) -> None:
     device = Device()
-    (first,) = device.run(request(range(10), new=7))
+    (first,) = device.run(request(range(10), new=new))
     turn = [*first.ids, *range(50, 57)]
     before = prefilled(device)
     (second,) = device.run(request(turn, new=3))
@@ -581,6 +585,57 @@ def test_the_preempted_finds_again_what_was_not_evicted() -> None:
     assert second.reused == 0, "only its first time counts"
 
 
+def test_the_preempted_computes_again_under_new_weights_where_that_is_wanted() -> None:
+    config = EngineConfig(slots=2, context_length=40, page_size=4, pages=13)
+    device = Device(config)
+    first, second = request(range(17), new=20), request(range(50, 67), new=20)
+    device.add(first, second)
+    while not second.preemptions:
+        device.turn()
+    assert device.scheduler.waiting == 1
+    device.publish(1, recompute=True)
+    device.run()  # the device checks that nothing older is read
+    assert second.ids == expected(range(50, 67), 20)
+
+
+def test_the_latest_waits_for_a_page_rather_than_begin_again() -> None:
+    config = EngineConfig(slots=2, context_length=40, page_size=4, pages=13)
+    device = Device(config)
+    first, second = request(range(17), new=8), request(range(50, 69), new=16)
+    device.add(first, second)
+    waited = 0
+    while not second.ended:
+        waited += second not in requests_of(device.turn()) and not second.full
+    assert waited >= 2
+    assert device.scheduler.stats.preemptions == 0
+    device.run()
+    device.check_nothing_left()
+
+
+def test_whose_last_token_is_on_its_way_gives_pages_without_beginning_again() -> None:
+    config = EngineConfig(slots=2, context_length=40, page_size=4, pages=13)
+    device = Device(config)
+    first, second = request(range(17), new=20), request(range(50, 67), new=8)
+    device.run(first, second)
+    assert device.scheduler.stats.preemptions == 0
+    assert sum(one is second for step in device.steps for one, _ in writes(step)) == 24
+    device.check_nothing_left()
+
+
+def test_who_waits_for_pages_is_admitted_when_others_have_computed_its_prompt() -> None:
+    config = EngineConfig(slots=2, context_length=80, prefill_tokens=(8,), page_size=4, pages=22)
+    device = Device(config)
+    first, second = request(range(60), new=20), request([*range(56), 90, 91], new=2)
+    device.add(first, second)
+    device.turn()
+    assert device.scheduler.waiting == 1
+    while device.scheduler.waiting:
+        device.turn()
+    assert not first.ended
+    device.run()
+    assert second.ids == expected([*range(56), 90, 91], 2)
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("prompt", [1, 20, 47])
 def test_one_request_that_fits_always_goes_on(page_size: int, prompt: int) -> None:
@@ -680,6 +735,9 @@ def test_kept_keys_and_values_go_on_under_new_weights() -> None:
     device.run()
     assert prefilled(device) == 10
     assert one.ids == expected(range(10), 20)
+    assert sum(len(node.key) for node in nodes_of(device.scheduler)) < 20, (
+        "what is too old to go on from is not kept"
+    )
 
 
 def test_others_compute_again_what_an_old_request_still_reads() -> None:
@@ -732,6 +790,19 @@ def test_weights_that_are_not_newer_make_everything_forgotten() -> None:
         device.run()
         assert running.ids == expected(range(16), 20)
         device.check_nothing_left()
+
+
+def test_who_had_computed_nothing_when_all_was_forgotten_is_found_again() -> None:
+    device = Device(EngineConfig(slots=2, context_length=48, prefill_tokens=(4,), page_size=4))
+    early, late = request(range(40), new=1), request(range(60, 76), new=1)
+    device.add(early, late)
+    device.turn()
+    assert (late.running, late.computed) == (True, 0)
+    device.publish(0)
+    device.run()
+    again = [request(range(40), new=1), request(range(60, 76), new=1)]
+    device.run(*again)
+    assert [one.reused for one in again] == [0, 15]
 
 
 def test_clearing_forgets_what_nobody_reads() -> None:
@@ -815,7 +886,9 @@ def random_traffic(seed: int) -> None:
                     asked.append((one, prompt))
                     device.add(one)
         elif event < 0.35 and asked:
-            device.cancel(rng.choice(asked)[0])
+            one = rng.choice(asked)[0]
+            device.turn(lambda one=one: device.cancel(one))
+            device.cancel(one)
             device.cancel(rng.choice(asked)[0])
         elif event < 0.40 and publishes:
             device.publish(device.version + 1, recompute=rng.random() < 0.4)

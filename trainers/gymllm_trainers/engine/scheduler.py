@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gymllm_trainers.engine.paged_config import EngineConfig
+from gymllm_trainers.engine.config import EngineConfig
 from gymllm_trainers.engine.pages import STALE, Likeness, Node, Pages
 
 FEWEST_COMMON = 2
@@ -236,9 +236,8 @@ class Scheduler:
         if not recompute:
             return
         for request in self._running:
-            if len(request.ids) + request.pending < request.limit:
-                self._release(request)
-                request.required = version
+            self._release(request)
+            request.required = version
         for request in self._waiting:
             if request.preemptions:
                 request.required = version
