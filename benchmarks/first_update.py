@@ -87,7 +87,7 @@ async def measure(steps: int) -> tuple[list[float], int, dict[str, float]]:
     # Prompts of 60 tokens, 30 of them new each turn: one chunk size serves them all.
     engine = JaxEngine(
         learner.policy(),
-        EngineConfig(slots=32, context_length=448, prefill_chunks=(32,)),
+        EngineConfig(slots=32, context_length=448, prefill_tokens=(256,)),
         timeline=timeline,
     )
     await anyio.to_thread.run_sync(learner.compile)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import anyio
@@ -16,23 +19,35 @@ from flax import nnx
 
 from gymllm.engine import FinishReason, GenerateRequest, Generation, SamplingParams
 from gymllm.env import Env
-from gymllm.errors import ClosedError, ContextLengthError, EngineError
+from gymllm.errors import (
+    ClosedError,
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    ModelError,
+)
 from gymllm.pool import EnvPool
 from gymllm.rollout import AdmissionGate, Rollout, RolloutConfig
 from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Trajectory
-from gymllm_agents import ConversationConfig, ModelAgent, train_tokenizer
-from gymllm_trainers.engine import EngineConfig, JaxEngine
+from gymllm_agents import ConversationConfig, ModelAgent, Tokenizer, train_tokenizer
+from gymllm_trainers.engine import Delta, EngineConfig, JaxEngine
+
+try:
+    from gymllm_trainers.engine.kernels import Kernels, load_kernels
+except ImportError:
+    Kernels, load_kernels = type(None), lambda: "no"
 from gymllm_trainers.engine.programs import Programs
 from gymllm_trainers.loss import token_statistics
 from gymllm_trainers.models import Decoder
+from gymllm_trainers.models.decoder import LoRAParam, merge_adapters
 
 LENGTH = 128
 TOKENIZER = train_tokenizer(["user\nassistant\ncoin "] * 50, vocab_size=270)
 VOCABULARY = TOKENIZER.vocab_size
 CONFIG = EngineConfig(
-    slots=4, context_length=LENGTH, small_batch=2, prefill_chunks=(16,), share_prefix=8, reuse_lag=1
+    slots=4, context_length=LENGTH, small_batch=2, prefill_tokens=(32,), page_size=8, reuse_lag=1
 )
 MakeEngine = Callable[[], JaxEngine]
 
@@ -45,7 +60,13 @@ def decoders(make_decoder: Callable[..., Decoder]) -> list[Decoder]:
 @pytest.fixture(scope="module")
 def compiled(decoders: list[Decoder]) -> Programs:
     graph, state = nnx.split(decoders[0])
-    programs = Programs(graph, state, CONFIG)
+    kernels = load_kernels()
+    programs = Programs(
+        graph,
+        state,
+        CONFIG.resolved(decoders[0].config),
+        kernels=kernels if isinstance(kernels, Kernels) else None,
+    )
     programs.compile()
     return programs
 
@@ -56,21 +77,57 @@ def make_engine(
 ) -> Iterator[MakeEngine]:
     """Makes engines that take what was compiled once instead of compiling it again."""
 
+    compile_all = Programs.compile
+
     def take(self: Programs, log: Callable[[str], None] = lambda name: None) -> None:
+        if self._config != compiled._config:
+            return compile_all(self, log)
         log("taken")
-        self._steps, self._copy = compiled._steps, compiled._copy
+        self._forwards, self._samplers = compiled._forwards, compiled._samplers
+        self._copy = compiled._copy
 
     monkeypatch.setattr(Programs, "compile", take)
+    with making(decoders[0], CONFIG, TOKENIZER) as make:
+        yield make
+
+
+@contextmanager
+def making(
+    decoder: Decoder, config: EngineConfig, tokenizer: Tokenizer | None
+) -> Iterator[MakeEngine]:
     made: list[JaxEngine] = []
 
     def make() -> JaxEngine:
-        made.append(JaxEngine(decoders[0], CONFIG, timeline=Timeline()))
+        made.append(JaxEngine(decoder, config, timeline=Timeline(), tokenizer=tokenizer))
         return made[-1]
 
     yield make
     for engine in made:
         asyncio.run(engine.aclose())
         assert not engine._thread.is_alive()
+
+
+@pytest.fixture
+def make_bare(make_engine: MakeEngine, decoders: list[Decoder]) -> Iterator[MakeEngine]:
+    """Without a tokenizer; with what `make_engine` takes."""
+    with making(decoders[0], CONFIG, None) as make:
+        yield make
+
+
+@pytest.fixture
+def make_recomputing(make_engine: MakeEngine, decoders: list[Decoder]) -> Iterator[MakeEngine]:
+    """Computes keys and values again when weights are published; compiles anew."""
+    config = replace(CONFIG, on_publish="recompute", prefill_tokens=(8,), small_batch=4)
+    with making(decoders[0], config, None) as make:
+        yield make
+
+
+@pytest.fixture
+def make_tight(decoders: list[Decoder]) -> Iterator[MakeEngine]:
+    """With pages for two conversations; compiles anew, as the cache has another shape."""
+    config = replace(CONFIG, pages=2 * CONFIG.table_pages, small_batch=4)
+    with making(decoders[0], config, None) as make:
+        yield make
 
 
 @pytest.fixture
@@ -163,7 +220,7 @@ def _hidden(decoder: Decoder, ids: jax.Array) -> jax.Array:
 async def test_logprobs_are_the_learners(
     engine: JaxEngine, decoders: list[Decoder], temperature: float
 ) -> None:
-    """Chunked prefill, copies between slots, later turns, slots lost and found: all to 1e-4."""
+    """Chunked prefill, shared pages, copied pages, later turns: all to 1e-4."""
     beginning = prompt(1, 40)
     talks = [beginning + prompt(10 + member, 3) for member in range(6)]
     for turn in range(3):
@@ -175,8 +232,8 @@ async def test_logprobs_are_the_learners(
         for member, answer in enumerate(answers):
             assert_agrees(decoders[0], talks[member], answer, temperature)
             talks[member] += [*answer.token_ids.tolist(), *prompt(turn, 1 + 4 * turn)]
-    slots = engine._slots
-    assert slots.reused_tokens > slots.prefilled_tokens, "most of all prompts was in the cache"
+    counts = engine.counts
+    assert counts.reused_tokens > counts.prefill_tokens, "most of all prompts was in the cache"
 
 
 @pytest.mark.asyncio
@@ -312,13 +369,13 @@ async def test_new_weights_are_used_and_old_keys_only_within_reuse_lag(
     ids = prompt(0, 40)
     await engine.generate(ask(ids))
     engine.publish(nnx.state(decoders[1]), 1)
-    reused = engine._slots.reused_tokens
+    reused = engine.counts.reused_tokens
     within = await engine.generate(ask(ids))
     assert set(within.versions.tolist()) == {1}
-    assert engine._slots.reused_tokens == reused + 39
+    assert engine.counts.reused_tokens == reused + 39
     engine.publish(nnx.state(decoders[1]), 2)
     beyond = await engine.generate(ask(ids))
-    assert engine._slots.reused_tokens == reused + 39
+    assert engine.counts.reused_tokens == reused + 39
     assert_agrees(decoders[1], ids, beyond)
     with pytest.raises(AssertionError):
         assert_agrees(decoders[1], ids, within)  # its prompt's keys are the old weights'
@@ -338,7 +395,7 @@ async def test_nothing_compiles_again(
         await gather(engine, [ask(prompt(n, 1 + 13 * n % 60), new=1 + n) for n in range(count)])
         engine.publish(weights, count)
     await gather(engine, [ask([*prompt(0, 50), n], temperature=n % 2) for n in range(6)])
-    assert engine._slots.reused_tokens > 0
+    assert engine.counts.reused_tokens > 0
     assert compilations == []
 
 
@@ -424,7 +481,7 @@ async def test_a_broken_program_fails_everyone_and_later_requests(
     engine: JaxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.ready.wait()
-    calls, step = [0], engine._programs.step
+    calls, step = [0], engine._programs.forward
 
     def break_down(*arguments):
         calls[0] += 1
@@ -432,7 +489,7 @@ async def test_a_broken_program_fails_everyone_and_later_requests(
             raise RuntimeError("device lost")
         return step(*arguments)
 
-    monkeypatch.setattr(engine._programs, "step", break_down)
+    monkeypatch.setattr(engine._programs, "forward", break_down)
     tasks = [asyncio.ensure_future(engine.generate(ask([n], new=120))) for n in range(8)]
     await assert_fail(tasks, "the engine broke: RuntimeError('device lost')")
     with pytest.raises(EngineError, match="device lost"):
@@ -505,10 +562,276 @@ async def test_bad_prompts_are_refused_and_harm_nobody(
 @pytest.mark.asyncio
 async def test_idle_time_has_a_cause_and_all_time_is_accounted_for(engine: JaxEngine) -> None:
     engine.idle_cause = lambda: "waiting: test"
-    clock = engine._timeline.clock("engine")
+    clock = engine._clock
     await engine.generate(ask(prompt(0, 20)))
     await until(lambda: clock.state == "waiting: test")
     totals = clock.totals_s()
     assert {"decode", "prefill", "waiting: test"} <= totals.keys()
-    spans = [span for span in engine._timeline.spans() if span.track == "engine"]
+    spans = [span for span in clock._timeline.spans() if span.track == "engine"]
     assert all(a.end_ns == b.start_ns for a, b in pairwise(spans))
+
+
+# ---------------------------------------------------------------------- streams, forks, sampling
+
+
+async def collected(engine: JaxEngine, request: GenerateRequest) -> list[Delta]:
+    async with asyncio.timeout(20):
+        return [delta async for delta in engine.stream(request)]
+
+
+@pytest.mark.asyncio
+async def test_a_stream_brings_what_generate_gives(engine: JaxEngine) -> None:
+    request = ask(prompt(0, 30), new=12, temperature=0.8)
+    whole = await engine.generate(request)
+    deltas = await collected(engine, request)
+    assert [i for delta in deltas for i in delta.token_ids] == whole.token_ids.tolist()
+    for name in ("logprobs", "base_logprobs", "versions"):
+        parts = [number for delta in deltas for number in getattr(delta, name)]
+        np.testing.assert_allclose(parts, getattr(whole, name), atol=1e-5)
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [
+        FinishReason.LENGTH
+    ]
+    assert len(deltas) > 3, "they come as they are made"
+
+
+@pytest.mark.asyncio
+async def test_leaving_a_stream_cancels(engine: JaxEngine) -> None:
+    async with asyncio.timeout(20):
+        stream = engine.stream(ask([1], new=120))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: engine.running == engine.waiting == 0)
+    assert engine.free_pages == engine.config.total_pages - 1
+
+
+@pytest.mark.asyncio
+async def test_n_answers_compute_their_prompt_once(engine: JaxEngine) -> None:
+    ids = prompt(5, 49)
+    answers = await engine.generate_n(ask(ids, new=6, seed=10), 6)
+    assert len({str(answer.token_ids) for answer in answers}) > 1
+    # Six whole pages once, and the last token of each.
+    assert engine.counts.prefill_tokens == 48 + 6
+    for number, answer in enumerate(answers):
+        alone = await engine.generate(ask(ids, new=6, seed=10 + number))
+        np.testing.assert_array_equal(answer.token_ids, alone.token_ids)
+    with pytest.raises(ConfigError, match="n must be >= 1, got 0"):
+        await engine.generate_n(ask(ids), 0)
+
+
+@pytest.mark.asyncio
+async def test_two_kinds_of_logprobs(engine: JaxEngine, decoders: list[Decoder]) -> None:
+    ids = prompt(1, 20)
+    request = ask(ids, new=8, temperature=0.5)
+    cut = replace(request, sampling=replace(request.sampling, top_k=3, top_logprobs=4))
+    answer = await engine.generate(cut)
+    assert answer.base_logprobs is not None
+    base = replace(answer, logprobs=answer.base_logprobs)
+    assert_agrees(decoders[0], ids, base)
+    assert (answer.logprobs > base.logprobs).all(), "three tokens are likelier than all are"
+    for token, logprob, likeliest in zip(
+        answer.token_ids, base.logprobs, answer.top_logprobs, strict=True
+    ):
+        assert len(likeliest) == 4
+        assert int(token) in list(likeliest)[:3]
+        assert likeliest[int(token)] == pytest.approx(float(logprob), abs=1e-5)
+    plain = await engine.generate(request)
+    assert_agrees(decoders[0], ids, plain, temperature=0.5)
+
+
+@pytest.mark.asyncio
+async def test_a_request_is_the_same_among_others_that_ask_for_more(engine: JaxEngine) -> None:
+    """One that asks for a filter puts the others of its step through the full sampler."""
+    mine = ask(prompt(0, 20), new=20, seed=3)
+    alone = await engine.generate(mine)
+    other = ask(prompt(1, 20), new=40)
+    fancy = replace(other, sampling=replace(other.sampling, top_p=0.5, presence_penalty=1.0))
+    together, _ = await gather(engine, [mine, fancy])
+    np.testing.assert_array_equal(together.token_ids, alone.token_ids)
+    np.testing.assert_allclose(together.logprobs, alone.logprobs, atol=1e-5)
+
+
+@pytest.mark.asyncio
+async def test_penalties_and_biases_reach_the_sampler(engine: JaxEngine) -> None:
+    ids = prompt(0, 10)
+    request = ask(ids, new=30, temperature=0.0)
+    free = (await engine.generate(request)).token_ids.tolist()
+    sampling = request.sampling
+    banned = replace(sampling, logit_bias=dict.fromkeys(set(free), -np.inf))
+    without = await engine.generate(replace(request, sampling=banned))
+    assert not set(without.token_ids.tolist()) & set(free)
+    once = replace(sampling, frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=50.0)
+    varied = await engine.generate(replace(request, sampling=once))
+    assert len(set(varied.token_ids.tolist())) > len(set(free))
+
+
+@pytest.mark.asyncio
+async def test_stop_strings_and_grammars(engine: JaxEngine) -> None:
+    request = ask(prompt(0, 10), new=40)
+    free = await engine.generate(request)
+    text = TOKENIZER.decode(free.token_ids.tolist(), skip_special=False)
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    stopped = await engine.generate(
+        replace(request, sampling=replace(request.sampling, stop=(stop,)))
+    )
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.matched == stop
+    assert stopped.token_ids.tolist() == free.token_ids.tolist()[: len(stopped.token_ids)]
+    assert stop in TOKENIZER.decode(stopped.token_ids.tolist(), skip_special=False)
+
+    for constraint, fits in (
+        ({"regex": "[a-c]{3}-[0-9]{2}"}, r"[a-c]{3}-[0-9]{2}"),
+        ({"choices": ("heads", "tails")}, "heads|tails"),
+    ):
+        sampling = replace(request.sampling, **constraint)
+        answers = await gather(
+            engine, [replace(request, sampling=replace(sampling, seed=n)) for n in range(6)]
+        )
+        for answer in answers:
+            assert answer.finish_reason is FinishReason.STOP
+            said = TOKENIZER.decode(answer.token_ids.tolist(), skip_special=True)
+            assert re.fullmatch(fits, said), said
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_honoured_is_refused(
+    engine: JaxEngine, decoders: list[Decoder], make_bare: MakeEngine
+) -> None:
+    bare = make_bare()
+    for changes, match in (
+        ({"stop": ("x",)}, "stop = .* needs a tokenizer"),
+        ({"regex": "a+"}, "regex = .* needs a tokenizer"),
+    ):
+        request = ask([1])
+        with pytest.raises(ConfigError, match=match):
+            await bare.generate(replace(request, sampling=replace(request.sampling, **changes)))
+    for changes, match in (
+        ({"logit_bias": {VOCABULARY: 1.0}}, f"token id {VOCABULARY} in logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "301 ids.*at most 300"),
+        ({"regex": "("}, "regex"),
+    ):
+        request = ask([1])
+        with pytest.raises(ConfigError, match=match):
+            await engine.generate(replace(request, sampling=replace(request.sampling, **changes)))
+    everything = dict.fromkeys(range(VOCABULARY), -np.inf)
+    request = ask([1])
+    with pytest.raises(EngineError, match="no token could be drawn"):
+        await engine.generate(
+            replace(request, sampling=replace(request.sampling, logit_bias=everything))
+        )
+    assert len((await engine.generate(ask([1], new=2))).token_ids) == 2
+
+
+# ---------------------------------------------------------------------- a full cache
+
+
+@pytest.mark.asyncio
+async def test_a_cache_that_is_too_small_pre_empts_and_nothing_changes(
+    make_engine: MakeEngine, make_tight: MakeEngine
+) -> None:
+    requests = [ask(prompt(n, 20 + n), new=60, seed=n) for n in range(6)]
+    expected = await gather(make_engine(), requests)
+    tight = make_tight()
+    tight.ready.wait(60)
+    answers = await gather(tight, requests)
+    assert tight.counts.preemptions > 0
+    for left, right in zip(expected, answers, strict=True):
+        np.testing.assert_array_equal(left.token_ids, right.token_ids)
+        np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-5)
+    assert tight.free_pages == tight.config.total_pages - 1
+
+
+# ---------------------------------------------------------------------- weights, once more
+
+
+@pytest.mark.asyncio
+async def test_recomputed_keys_are_the_new_weights(
+    make_recomputing: MakeEngine, decoders: list[Decoder]
+) -> None:
+    engine = make_recomputing()
+    engine.ready.wait(60)
+    request = ask(prompt(0, 20), new=80)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        task = group.create_task(engine.generate(request))
+        await until(lambda: engine.counts.generated_tokens > 8)
+        engine.publish(nnx.state(decoders[1]), 1)
+    answer = task.result()
+    old = int((answer.versions == 0).sum())
+    assert 8 < old < 80
+    # What the new weights generated is what they give to the same text from its beginning.
+    so_far = [*request.prompt_ids, *answer.token_ids[:old].tolist()]
+    rest = replace(answer, token_ids=answer.token_ids[old:], logprobs=answer.logprobs[old:])
+    assert_agrees(decoders[1], so_far, rest)
+
+
+@pytest.mark.asyncio
+async def test_bad_weights_are_refused_and_the_old_ones_stay(
+    engine: JaxEngine, decoders: list[Decoder], make_decoder: Callable[..., Decoder]
+) -> None:
+    request = ask(prompt(0, 20), temperature=0.0)
+    before = await engine.generate(request)
+    graph, state = nnx.split(decoders[1])
+    spoilt = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
+    spoilt.norm[...] = spoilt.norm[...].at[3].set(jnp.nan)
+    with pytest.raises(ModelError, match=r"NaN or infinite in 1 of \d+ parameters, such as 'norm'"):
+        engine.publish(nnx.state(spoilt), 1)
+    wider = nnx.state(make_decoder(0, vocab_size=VOCABULARY, intermediate_size=64))
+    with pytest.raises(
+        ModelError, match=r"'layers/down' has shape .* 64, 32\], the engine's model"
+    ):
+        engine.publish(wider, 1)
+    assert engine.version == 0
+    after = await engine.generate(request)
+    np.testing.assert_array_equal(before.token_ids, after.token_ids)
+    assert set(after.versions.tolist()) == {0}
+
+
+@pytest.mark.asyncio
+async def test_with_adapters_only_they_move(decoders: list[Decoder]) -> None:
+    graph, state = nnx.split(decoders[0])
+    decoder = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
+    decoder.add_adapters(rank=2, alpha=4.0, rngs=nnx.Rngs(0))
+    config = replace(CONFIG, prefill_tokens=(8,), small_batch=4, reuse_lag=0)
+    engine = JaxEngine(decoder, config, timeline=Timeline())
+    try:
+        engine.ready.wait(60)
+        ids = prompt(0, 20)
+        at_first = await engine.generate(ask(ids, temperature=0.0))
+        assert_agrees(decoders[0], ids, at_first)
+        moved = jax.tree.map(lambda leaf: leaf + 0.3, nnx.state(decoder, LoRAParam))
+        held = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine._state)]
+        engine.publish(moved, 1)
+        answer = await engine.generate(ask(ids, temperature=0.0))
+        after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine._state)]
+        assert 0 < len(set(after) - set(held)) == len(jax.tree.leaves(moved)), "no copy of the base"
+        nnx.update(decoder, moved)
+        assert_agrees(merge_adapters(decoder), ids, answer)
+        with pytest.raises(AssertionError):
+            assert_agrees(decoders[0], ids, answer)
+    finally:
+        await engine.aclose()
+
+
+@pytest.mark.asyncio
+async def test_published_weights_are_shared_not_copied(
+    engine: JaxEngine, decoders: list[Decoder]
+) -> None:
+    state = nnx.state(decoders[1])
+    engine.publish(state, 1)
+    await engine.generate(ask([1], new=2))
+    given = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+    assert given == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine._state)]
+
+
+@pytest.mark.asyncio
+async def test_a_paused_engine_keeps_everything_and_goes_on(engine: JaxEngine) -> None:
+    request = ask(prompt(0, 10), new=60)
+    expected = await engine.generate(request)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        task = group.create_task(engine.generate(request))
+        reached = engine.counts.generated_tokens + 5
+        await until(lambda: engine.counts.generated_tokens > reached)
+        engine.pause()
+        await until(lambda: engine._clock.state == "paused")
+        assert engine.running == 1
+        engine.resume()
+    np.testing.assert_array_equal(task.result().token_ids, expected.token_ids)

@@ -37,7 +37,7 @@ from gymllm_trainers.build import EnvSettings, open_pool, task_source
 from gymllm_trainers.checkpoint import Checkpointer
 from gymllm_trainers.config import TrainConfig, take_env_kwargs, take_players
 from gymllm_trainers.config_files import merge, parse_scalar, read_yaml
-from gymllm_trainers.engine import EngineConfig, JaxEngine
+from gymllm_trainers.engine import EngineConfig, open_engine
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.learner import Learner
 from gymllm_trainers.models import Decoder, LoadedModel, load_model
@@ -389,7 +389,8 @@ def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokeniz
     else:
         model = load_model(evaluation.model, dtype=evaluation.dtype)
         decoder, tokenizer = model.decoder(), model.tokenizer
-    return JaxEngine(decoder, evaluation.engine, timeline=timeline), tokenizer
+    engine = open_engine(decoder, evaluation.engine, timeline=timeline, tokenizer=tokenizer)
+    return engine, tokenizer
 
 
 def _plain() -> Tokenizer:
@@ -424,7 +425,7 @@ def _team(
             if key not in made:
                 model = _start(evaluation.run)
                 decoder = model.decoder(compute_dtype=evaluation.run.model.compute_dtype)
-                made[key] = JaxEngine(
+                made[key] = open_engine(
                     decoder, evaluation.engine, timeline=timeline, name="frozen_engine"
                 )
                 others.append(made[key])

@@ -170,7 +170,7 @@ class Learner:
         self._accumulate: Program = jax.jit(self._accumulate_rows, donate_argnums=(2,))
         # The optimizer's state is not donated: a checkpoint may be taken of it at any moment.
         self._step: Program = jax.jit(self._apply, donate_argnums=(2,))
-        self._merge: Program = jax.jit(self._merged)
+        self._merge: Program = jax.jit(self._merged)  # compiled when first called: at the run's end
         self._sums: list[Sums] = []
         self._counts = _Counts()
 
@@ -184,7 +184,6 @@ class Learner:
         self._step = compile_ahead(
             self._step, state.trainable, state.optimizer, self._gradient, np.float32(1)
         )
-        self._merge = compile_ahead(self._merge, state.trainable, self._frozen)
 
     # ------------------------------------------------------------------ what the run calls
 
@@ -262,17 +261,18 @@ class Learner:
         return metrics
 
     def weights(self) -> Tree:
-        """The policy's full parameters, adapters merged: what an engine is given."""
-        return self._merge(self.state.trainable, self._frozen)
+        """What changed since the start, to publish to an engine that serves `serving()`: all parameters, or
+        with adapters them alone. The learner's own arrays, which no later step writes to."""
+        return self.state.trainable
+
+    def serving(self) -> Decoder:
+        """The policy as an engine takes it, adapters beside the base; its arrays are the learner's own."""
+        return nnx.merge(self._graph, self.state.trainable, self._frozen)
 
     def policy(self) -> Decoder:
-        """The policy as a decoder without adapters."""
-        graph, _ = nnx.split(
-            jax.eval_shape(
-                merge_adapters, nnx.merge(self._graph, self.state.trainable, self._frozen)
-            )
-        )
-        return nnx.merge(graph, self.weights())
+        """The policy as a decoder without adapters: they are merged into a copy."""
+        graph, _ = nnx.split(jax.eval_shape(merge_adapters, self.serving()))
+        return nnx.merge(graph, self._merge(self.state.trainable, self._frozen))
 
     # ------------------------------------------------------------------ sequences and counts
 

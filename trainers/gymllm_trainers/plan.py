@@ -290,8 +290,9 @@ def _memory(config: TrainConfig, shape: DecoderConfig) -> Iterator[tuple[str, in
     yield "AdamW's moments, float32", trained * _ADAM
     yield "gradients, float32", trained * 4
     a_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
-    kept = engine.slots * engine.context_length * a_token * _BYTES[engine.cache_dtype]
-    yield f"keys and values, {engine.slots} slots", kept
+    pages = engine.resolved(shape).total_pages
+    kept = pages * engine.page_size * a_token * _BYTES[engine.cache_dtype]
+    yield f"keys and values, {pages:,} pages of {engine.page_size}", kept
     yield "logits of one chunk, float32", config.learner.head_chunk * shape.vocab_size * 4
 
 

@@ -33,8 +33,7 @@ from gymllm_trainers.checkpoint import Checkpointer, Json
 from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.config import TrainConfig, open_run_folder
 from gymllm_trainers.display import Display, RunView
-from gymllm_trainers.engine import JaxEngine
-from gymllm_trainers.engine.engine import EngineCounts
+from gymllm_trainers.engine import EmbeddedEngine, EngineCounts, open_engine
 from gymllm_trainers.flat_groups import FlatGroups
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.learner import Learner, LearnerState
@@ -187,7 +186,7 @@ async def _train(
     tokenizer: Tokenizer,
     team: Team,
     learner: Learner,
-    engine: JaxEngine,
+    engine: EmbeddedEngine,
 ) -> None:
     """The loop: groups as they complete, a step when enough of them have, weights to the engine."""
     config, view = session.config, session.view
@@ -247,7 +246,7 @@ async def _train(
                 clock.enter("update")
                 metrics = await _in_thread(learner.step)
                 clock.enter("publish")
-                engine.publish(await _in_thread(learner.weights), learner.version)
+                await _in_thread(lambda: engine.publish(learner.weights(), learner.version))
                 for group in pending:
                     rollout.settle(group.task, group.agent)
                 gate.leave(len(pending))
@@ -358,7 +357,7 @@ def policy_decoder(config: TrainConfig, model: LoadedModel) -> Decoder:
     return decoder
 
 
-def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner, JaxEngine]:
+def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner, EmbeddedEngine]:
     config = session.config
     learner = Learner(
         policy_decoder(config, model),
@@ -372,8 +371,12 @@ def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner,
         like = {"trainable": learner.state.trainable, "optimizer": learner.state.optimizer}
         arrays = session.checkpoints.restore(session.resume_step, like)
         learner.state = LearnerState(arrays["trainable"], arrays["optimizer"], session.resume_step)
-    engine = JaxEngine(
-        learner.policy(), config.engine, timeline=session.timeline, version=learner.version
+    engine = open_engine(
+        learner.serving(),
+        config.engine,
+        timeline=session.timeline,
+        tokenizer=model.tokenizer,
+        version=learner.version,
     )
     learner.compile()  # while the engine compiles in its own thread, and the first episodes play
     return learner, engine
@@ -393,7 +396,7 @@ def _other_engine(
     key = PlayerSettings(engine="frozen") if frozen else settings
     if key not in made and frozen:
         decoder = model.decoder(compute_dtype=jnp.dtype(config.model.compute_dtype))
-        made[key] = JaxEngine(
+        made[key] = open_engine(
             decoder, config.engine, timeline=session.timeline, name="frozen_engine"
         )
     elif key not in made:
@@ -496,7 +499,9 @@ def _export(session: _Session, learner: Learner, tokenizer: Tokenizer) -> None:
 # ------------------------------------------------------------------ numbers
 
 
-def _engine_metrics(engine: JaxEngine, before: EngineCounts, seconds: float) -> dict[str, float]:
+def _engine_metrics(
+    engine: EmbeddedEngine, before: EngineCounts, seconds: float
+) -> dict[str, float]:
     now = engine.counts
     computed = max(now.computed_tokens - before.computed_tokens, 1)
     used = now.prefill_tokens - before.prefill_tokens

@@ -1,7 +1,8 @@
 """The engine's thread, and the async face in front of it.
 
-The thread owns the device: it admits requests, runs one step after another and swaps weights between two
-steps, so weights never wait for a generation to end and each token knows the version that made it.
+The thread owns the device. It starts step n + 1 before it reads what step n sampled: the ids stay on the device
+for the next step, and the host's work is done while the device computes. Weights are swapped between two steps,
+so they never wait for a generation to end, and each token knows the version that made it.
 """
 
 from __future__ import annotations
@@ -9,34 +10,96 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
 
-from gymllm.engine import GenerateRequest, Generation
-from gymllm.errors import ClosedError, ContextLengthError, EngineError
+from gymllm.engine import FinishReason, GenerateRequest, Generation, SamplingParams
+from gymllm.errors import ClosedError, ConfigError, ContextLengthError, EngineError, GymLLMError
 from gymllm.timeline import Timeline
+from gymllm_agents.tokenizer import Tokenizer
+from gymllm_trainers.engine.batch import pack_step
+from gymllm_trainers.engine.constraints import Grammars, Matcher
+
+try:
+    from gymllm_trainers.engine.kernels import Kernels, load_kernels
+except ImportError:
+    Kernels, load_kernels = type(None), lambda: "not there yet"
 from gymllm_trainers.engine.config import EngineConfig
-from gymllm_trainers.engine.programs import Programs, Sampled, empty_inputs
-from gymllm_trainers.engine.slots import Request, SlotScheduler, Step
+from gymllm_trainers.engine.programs import (
+    MAX_BIASES,
+    Programs,
+    plain_inputs,
+    unpack_sampled,
+)
+from gymllm_trainers.engine.publication import Publisher
+from gymllm_trainers.engine.sampling import FullInputs, uniform
+from gymllm_trainers.engine.scheduler import Request, Scheduler, Step
+from gymllm_trainers.engine.stops import StopStrings
 from gymllm_trainers.models.decoder import Decoder
 
 Tree = Any
 """A pytree of arrays."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What a stream brings: the tokens since the last one. Arrays are those of `Generation`, [n], n >= 1."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    base_logprobs: list[float]
+    versions: list[int]
+    top_logprobs: list[Mapping[int, float]]
+    finish_reason: FinishReason | None
+    """Set in the last one."""
+    matched: int | str | None = None
+    """The stop token or string that ended it."""
+    reused_tokens: int = 0
+    """Tokens of the prompt that were found computed."""
+    queued_s: float = 0.0
+    """Seconds the request waited before its first step."""
+
+
 @dataclass(eq=False)
 class _Ticket:
-    """A request and who waits for it."""
+    """A request, who waits for it, and what has been generated."""
 
     request: Request
+    sampling: SamplingParams
+    name: str
     loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[None]
+    wake: asyncio.Event
     queued_ns: int
+    stops: StopStrings | None
+    matcher: Matcher | None
+    streaming: bool
+    full: bool
+    """Needs the full sampler."""
+    seen: dict[int, int] = field(default_factory=dict[int, int])
+    """For penalties: ids of the prompt and the generation, and how often each was generated."""
     started_ns: int = 0
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    base_logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    top_logprobs: list[Mapping[int, float]] = field(default_factory=list[Mapping[int, float]])
+    finish: FinishReason | None = None
+    matched: int | str | None = None
+    error: str = ""
+    cancelled: bool = False
+    told: int = 0
+    """Tokens that a stream has brought."""
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or bool(self.error)
 
 
 @dataclass
@@ -45,11 +108,30 @@ class EngineCounts:
 
     steps: int = 0
     prefill_tokens: int = 0
+    """Prompt tokens that were computed."""
+    reused_tokens: int = 0
+    """Prompt tokens that were found computed."""
     generated_tokens: int = 0
     requests: int = 0
     publications: int = 0
+    preemptions: int = 0
     computed_tokens: int = 0
     """Tokens of the shapes that ran, padding included."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step on the device."""
+
+    step: Step
+    samples: list[int]
+    """The scheduler's number of each result."""
+    tickets: list[_Ticket]
+    """Who each result is for."""
+    packed: Array
+    previous: Array
+    top: tuple[Array, Array] | None
+    version: int
 
 
 class JaxEngine:
@@ -61,35 +143,50 @@ class JaxEngine:
         config: EngineConfig,
         *,
         timeline: Timeline,
+        tokenizer: Tokenizer | None = None,
         version: int = 0,
         name: str = "engine",
+        mesh: Mesh | None = None,
         log: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Starts the engine's thread, which compiles first; requests wait meanwhile.
 
         Args:
-            decoder: The model, without adapters. Its arrays are shared, never written to.
+            decoder: The model, with or without adapters. Its arrays are shared, never written to, where their
+                dtype is its `compute_dtype`; others are converted once.
             config: Sizes.
             timeline: Where spans go.
+            tokenizer: The model's; without it, stop strings and grammars are refused.
             version: Policy version of these weights.
             name: What its clock and its thread are called.
-            log: Called with each program's name as it is compiled.
+            mesh: Where the decoder's arrays are, if on several devices.
+            log: Called with each program's name as it is compiled, and with what there is to say of kernels.
         """
-        self.config = config
+        graph, state = nnx.split(decoder)
+        self._publisher = Publisher(graph, state, compute_dtype=decoder.compute_dtype)
+        state = self._publisher.state
+        self.config = config = config.resolved(decoder.config)
         self.counts = EngineCounts()
         self.idle_cause: Callable[[], str] = lambda: "waiting: requests"
         """Says why there is nothing to do; the answer becomes the clock's state."""
-        graph, state = nnx.split(decoder)
         self._vocabulary = decoder.config.vocab_size
-        self._programs = Programs(graph, state, config)
+        self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, self._vocabulary) if tokenizer else None
+        self._kernels = _kernels(config, mesh, log)
+        self._programs = Programs(graph, state, config, kernels=self._kernels, mesh=mesh)
         self._state, self._version = state, version
         self._next: tuple[Tree, int] | None = None
         self._log = log
         self._timeline, self._clock = timeline, timeline.clock(name)
-        self._slots = SlotScheduler(config)
+        self._scheduler = Scheduler(config, version=version)
         self._tickets: dict[Request, _Ticket] = {}
         self._new: list[_Ticket] = []
+        self._cancelled: list[_Ticket] = []
+        self._flight: _Flight | None = None
+        self._nothing = np.zeros(config.slots, np.int32)
         self._wake = threading.Condition()
+        self._paused = False
+        self._forget = False
         self._closed = False
         self._broken: BaseException | None = None
         self.ready = threading.Event()
@@ -112,62 +209,124 @@ class JaxEngine:
         return following[1] if following else self._version
 
     @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests: closed, or broken."""
+        return self._closed
+
+    @property
     def waiting(self) -> int:
-        """Requests without a slot."""
-        return self._slots.waiting + len(self._new)
+        """Requests that hold no pages yet."""
+        return self._scheduler.waiting + len(self._new)
 
     @property
     def running(self) -> int:
-        """Requests with a slot."""
-        return self._slots.running
+        """Requests that hold pages."""
+        return self._scheduler.running
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody reads; what they hold may still be reused."""
+        return self._scheduler.free_pages
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Generates; see `gymllm.engine.Engine`.
 
         Raises:
             ContextLengthError: The prompt fills the context.
-            EngineError: The prompt is empty or has ids outside the vocabulary, or the engine broke.
+            ConfigError: Something in `request.sampling` can't be honoured.
+            EngineError: The prompt is empty or has ids outside the vocabulary, the model's logits are not
+                numbers, or the engine broke.
             ClosedError: The engine was closed before.
         """
-        prompt = [int(i) for i in request.prompt_ids]
-        self._check(prompt, request.request_id)
-        loop = asyncio.get_running_loop()
-        ticket = _Ticket(
-            Request(sampling=request.sampling, ids=prompt, prompt_length=len(prompt)),
-            loop,
-            loop.create_future(),
-            time.perf_counter_ns(),
-        )
-        with self._wake:
-            self._refuse_if_down()
-            self._new.append(ticket)
-            self._wake.notify()
+        ticket = self._submit(request, streaming=False)
         try:
-            await ticket.future
+            await ticket.wake.wait()
         except asyncio.CancelledError:
-            ticket.request.cancelled = True
-            with self._wake:
-                self._wake.notify()
+            self._cancel(ticket)
             raise
-        done = ticket.request
-        assert done.finish is not None, "an engine answers only finished requests"
-        return Generation(
-            token_ids=np.array(done.ids[done.prompt_length :], np.int32),
-            logprobs=np.array(done.logprobs, np.float32),
-            versions=np.array(done.versions, np.int32),
-            finish_reason=done.finish,
-            queued_s=(ticket.started_ns - ticket.queued_ns) / 1e9,
-        )
+        return _generation(ticket)
+
+    async def generate_n(self, request: GenerateRequest, n: int) -> list[Generation]:
+        """Generates n answers to one prompt, which is computed once; the i-th has seed `seed + i`.
+
+        Raises:
+            ConfigError: n < 1.
+            EngineError: As `generate`, for any of them; the others are cancelled.
+        """
+        if n < 1:
+            raise ConfigError(f"n must be >= 1, got {n}.")
+        seeds = (replace(request.sampling, seed=request.sampling.seed + i) for i in range(n))
+        tickets = [
+            self._submit(replace(request, sampling=sampling), streaming=False) for sampling in seeds
+        ]
+        try:
+            for ticket in tickets:
+                await ticket.wake.wait()
+            return [_generation(ticket) for ticket in tickets]
+        finally:
+            for ticket in tickets:
+                if not ticket.ended:
+                    self._cancel(ticket)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Generates, and tells of tokens as they come; closing the generator cancels.
+
+        Raises:
+            As `generate`.
+        """
+        ticket = self._submit(request, streaming=True)
+        try:
+            while True:
+                await ticket.wake.wait()
+                ticket.wake.clear()
+                if ticket.error:
+                    raise EngineError(ticket.error)
+                # The finish is read first: tokens that come between would be told without it.
+                finish, have = ticket.finish, len(ticket.versions)
+                if have > ticket.told:
+                    yield _delta(ticket, have, finish)
+                if finish is not None:
+                    return
+        finally:
+            if not ticket.ended:
+                self._cancel(ticket)
 
     def publish(self, state: Tree, version: int) -> None:
         """Gives the engine new weights, used from its next step on; requests go on meanwhile.
 
+        Blocks while the weights are checked, so call it from a thread where that matters.
+
         Args:
-            state: As `nnx.state` of the decoder that the engine was made with. Shared, not copied.
+            state: As `nnx.state` of the decoder that the engine was made with, or of its adapters alone
+                (`nnx.state(decoder, LoRAParam)`). Shared, not copied, where the dtypes agree.
             version: Their policy version.
+
+        Raises:
+            ModelError: Names, shapes or dtypes are others, or a number is NaN or infinite; the weights that
+                there were stay.
+            ClosedError: The engine was closed before.
         """
+        self._refuse_if_down()
+        checked = self._publisher.check(state)
         with self._wake:
-            self._next = (state, version)
+            self._next = (checked, version)
+            self._wake.notify()
+
+    def pause(self) -> None:
+        """No step is started until `resume`; requests keep what they have."""
+        with self._wake:
+            self._paused = True
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        with self._wake:
+            self._paused = False
+            self._wake.notify()
+
+    def clear_cache(self) -> None:
+        """Forgets the keys and values that no running request reads."""
+        with self._wake:
+            self._forget = True
             self._wake.notify()
 
     async def aclose(self) -> None:
@@ -178,8 +337,57 @@ class JaxEngine:
         while self._thread.is_alive():  # noqa: ASYNC110 - a thread has no event to wait for
             await asyncio.sleep(0.005)
 
-    def _check(self, prompt: list[int], name: str) -> None:
-        where = f" (request {name})" if name else ""
+    # ------------------------------------------------------------------ requests
+
+    def _submit(self, request: GenerateRequest, *, streaming: bool) -> _Ticket:
+        prompt = [int(i) for i in request.prompt_ids]
+        where = f" (request {request.request_id})" if request.request_id else ""
+        self._check(prompt, where)
+        ticket = self._ticket(prompt, request, where, streaming=streaming)
+        with self._wake:
+            self._refuse_if_down()
+            self._new.append(ticket)
+            self._wake.notify()
+        return ticket
+
+    def _ticket(
+        self, prompt: list[int], request: GenerateRequest, where: str, *, streaming: bool
+    ) -> _Ticket:
+        sampling = request.sampling
+        self._check_sampling(sampling, where)
+        matcher = self._grammars.matcher(sampling) if self._grammars else None
+        stops = (
+            StopStrings(self._tokenizer, sampling.stop)
+            if sampling.stop and self._tokenizer
+            else None
+        )
+        penalties = (
+            sampling.repetition_penalty != 1
+            or sampling.presence_penalty != 0
+            or sampling.frequency_penalty != 0
+        )
+        filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.logit_bias
+        return _Ticket(
+            Request(
+                ids=prompt,
+                prompt_length=len(prompt),
+                max_new_tokens=sampling.max_new_tokens,
+                # What may come next depends on the last token, which the host must know first.
+                lockstep=penalties or matcher is not None,
+            ),
+            sampling,
+            where,
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+            time.perf_counter_ns(),
+            stops=stops,
+            matcher=matcher,
+            streaming=streaming,
+            full=bool(penalties or filters or matcher or sampling.top_logprobs),
+            seen=dict.fromkeys(prompt, 0) if penalties else {},
+        )
+
+    def _check(self, prompt: list[int], where: str) -> None:
         if len(prompt) >= self.config.context_length:
             raise ContextLengthError(
                 f"a prompt of {len(prompt)} tokens leaves no room in engine.context_length = "
@@ -194,6 +402,35 @@ class JaxEngine:
                 f"this the model's own tokenizer?"
             )
 
+    def _check_sampling(self, sampling: SamplingParams, where: str) -> None:
+        texts = {
+            "stop": sampling.stop,
+            "regex": sampling.regex,
+            "json_schema": sampling.json_schema,
+            "choices": sampling.choices,
+        }
+        for name, value in texts.items():
+            if value and self._tokenizer is None:
+                raise ConfigError(
+                    f"{name} = {value!r} needs a tokenizer{where}: make the engine with tokenizer=..."
+                )
+        if len(sampling.logit_bias) > MAX_BIASES:
+            raise ConfigError(
+                f"logit_bias names {len(sampling.logit_bias)} ids{where}; at most {MAX_BIASES} fit."
+            )
+        for token in (*sampling.logit_bias, *sampling.stop_token_ids):
+            if not 0 <= token < self._vocabulary:
+                raise ConfigError(
+                    f"token id {token} in logit_bias or stop_token_ids is outside the model's "
+                    f"vocabulary of {self._vocabulary}{where}."
+                )
+
+    def _cancel(self, ticket: _Ticket) -> None:
+        with self._wake:
+            ticket.cancelled = True
+            self._cancelled.append(ticket)
+            self._wake.notify()
+
     def _refuse_if_down(self) -> None:
         if self._broken is not None:
             raise EngineError(f"the engine broke: {self._broken!r}") from self._broken
@@ -206,6 +443,8 @@ class JaxEngine:
         try:
             with self._clock.during("compile"):
                 self._programs.compile(self._compiling)
+                self._compiling("engine publication")
+                self._publisher.compile()
                 self._cache = self._programs.new_cache()
             self.ready.set()
             while not self._closed:
@@ -226,74 +465,155 @@ class JaxEngine:
 
     def _rest(self) -> None:
         with self._wake:
-            if not (self._new or self._next or self._closed):
-                self._clock.enter(self.idle_cause())
-                self._wake.wait(0.05)  # wakes to ask for the cause again
+            nothing_new = not (self._new or self._cancelled or self._next or self._forget)
+            if self._closed or not (nothing_new or self._paused):
+                return
+            self._clock.enter("paused" if self._paused else self.idle_cause())
+            self._wake.wait(0.05)  # wakes to ask for the cause again
 
     def _work(self) -> bool:
-        """Runs one step; False if there is nothing to do."""
+        """Starts a step and reads the one before; False if there is nothing to do."""
+        self._take_news()
+        step = None if self._paused else self._scheduler.schedule()
+        before, self._flight = self._flight, None
+        if step is not None:
+            self._clock.enter("prefill" if step.prefill else "decode")
+            self._flight = self._launch(step, before)
+        if before is not None:
+            self._read(before)
+        return step is not None or before is not None
+
+    def _take_news(self) -> None:
         with self._wake:
             new, self._new = self._new, []
+            cancelled, self._cancelled = self._cancelled, []
             following, self._next = self._next, None
+            forget, self._forget = self._forget, False
         if following:
             self._state, self._version = following
             self.counts.publications += 1
+            recompute = self.config.on_publish == "recompute"
+            self._scheduler.set_version(self._version, recompute=recompute)
         for ticket in new:
             self._tickets[ticket.request] = ticket
-            self._slots.add(ticket.request)
-        for request in self._slots.drop_cancelled():
-            self._tickets.pop(request, None)
-        self._admit()
-        step = self._slots.next_step()
-        if step is None:
-            return False
-        self._clock.enter("decode" if step.chunk == 1 else "prefill")
-        sampled = self._launch(step)
-        tokens, logprobs = np.asarray(sampled.token), np.asarray(sampled.logprob)
-        ended = self._slots.advance(step, tokens.tolist(), logprobs.tolist(), self._version)
+            self._scheduler.add(ticket.request)
+        for ticket in cancelled:
+            self._scheduler.cancel(ticket.request)
+            self._tickets.pop(ticket.request, None)
+        if forget:
+            self._scheduler.clear_cache()
+
+    def _launch(self, step: Step, before: _Flight | None) -> _Flight:
+        if step.copies:
+            self._cache = self._programs.copy(self._cache, list(step.copies))
+        shape = (step.rows, step.blocks)
+        sources = {sample: at for at, sample in enumerate(before.samples)} if before else {}
+        packed, samples = pack_step(step, self._programs.layout(*shape), sources)
+        previous = self._nothing if before is None else before.previous
+        hidden, self._cache = self._programs.forward(
+            shape, self._state, self._cache, packed, previous
+        )
+        tickets = [self._tickets[_at(step, sample)] for sample in samples]
+        now = time.perf_counter_ns()
+        for ticket in (*tickets, *(self._tickets[block.request] for block in step.prefill)):
+            ticket.started_ns = ticket.started_ns or now
         self._count(step)
-        self._deliver(ended)
-        return True
+        return self._sample(step, samples, tickets, hidden)
 
-    def _admit(self) -> None:
-        before = self._slots.running
-        for copy in self._slots.admit(self._version):
-            self._cache = self._programs.copy(self._cache, copy.source, copy.target)
-        if self._slots.running != before:
-            now = time.perf_counter_ns()
-            for ticket in self._tickets.values():
-                if ticket.request.slot >= 0 and not ticket.started_ns:
-                    ticket.started_ns = now
-
-    def _launch(self, step: Step) -> Sampled:
-        inputs = empty_inputs(step.batch_rows, step.chunk, slots=self.config.slots)
-        for index, row in enumerate(step.rows):
-            inputs.tokens[index, : len(row.tokens)] = row.tokens
-            inputs.slot[index] = row.slot
-            inputs.start[index] = row.start
-            inputs.valid[index] = len(row.tokens)
-            inputs.temperature[index] = row.request.sampling.temperature
-            inputs.seed[index] = row.request.sampling.seed & 0xFFFFFFFF
-        sampled, self._cache = self._programs.step(self._state, self._cache, inputs)
-        return sampled
+    def _sample(
+        self, step: Step, samples: list[int], tickets: list[_Ticket], hidden: Array
+    ) -> _Flight:
+        rows = next(rows for rows in self.config.row_shapes if rows >= len(samples))
+        full = any(ticket.full for ticket in tickets)
+        inputs = self._programs.full_inputs(rows) if full else plain_inputs(rows)
+        count = len(tickets)
+        inputs.temperature[:count] = [ticket.sampling.temperature for ticket in tickets]
+        inputs.uniform[:count] = uniform(
+            np.array([ticket.sampling.seed & 0xFFFFFFFFFFFFFFFF for ticket in tickets], np.uint64),
+            np.array([_position(step, sample) for sample in samples]),
+        )
+        top = None
+        if full:
+            for index, ticket in enumerate(tickets):
+                if ticket.full:
+                    try:
+                        _fill(inputs, index, ticket)
+                    except GymLLMError as error:
+                        # Its grammar can't go on; the others of the step can.
+                        ticket.error = f"{error}{ticket.name}"
+            packed, previous, *top = self._programs.sample_full(self._state, hidden, inputs)
+        else:
+            packed, previous = self._programs.sample_plain(self._state, hidden, inputs)
+        return _Flight(
+            step, samples, tickets, packed, previous, tuple(top) if top else None, self._version
+        )
 
     def _count(self, step: Step) -> None:
-        counts = self.counts
+        counts, stats = self.counts, self._scheduler.stats
         counts.steps += 1
-        counts.computed_tokens += step.batch_rows * step.chunk
-        counts.generated_tokens += sum(row.last for row in step.rows)
-        if step.chunk > 1:
-            counts.prefill_tokens += sum(len(row.tokens) for row in step.rows)
+        counts.computed_tokens += step.rows + step.blocks * self.config.page_size
+        counts.prefill_tokens, counts.reused_tokens = stats.prefilled, stats.reused
+        counts.preemptions = stats.preemptions
 
-    def _deliver(self, ended: list[Request]) -> None:
-        """Hands results over, with one wake-up an event loop."""
-        loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        for request in ended:
-            ticket = self._tickets.pop(request)
-            self.counts.requests += 1
-            loops.setdefault(ticket.loop, []).append(ticket.future)
-        for loop, futures in loops.items():
-            _call(loop, _resolve, futures)
+    def _read(self, flight: _Flight) -> None:
+        """Takes a step's results: tokens to their requests, ends, and word to whoever waits."""
+        sampled = unpack_sampled(flight.packed)
+        lanes = flight.step.rows + flight.step.blocks
+        tokens = [0] * lanes
+        at = dict(zip(flight.samples, range(lanes), strict=False))
+        for sample, index in at.items():
+            tokens[sample] = int(sampled.token[index])
+        top = None
+        if flight.top is not None:
+            top = np.asarray(flight.top[0]), np.asarray(flight.top[1])
+        where = {id(ticket.request): index for index, ticket in enumerate(flight.tickets)}
+        told: list[_Ticket] = []
+        for request, token in self._scheduler.complete(flight.step, tokens):
+            ticket = self._tickets.get(request)
+            if ticket is None:
+                continue
+            index = where[id(request)]
+            if sampled.bad[index]:
+                ticket.error = ticket.error or _no_numbers(ticket)
+            if not ticket.error:
+                ticket.tokens.append(token)
+                ticket.logprobs.append(float(sampled.logprob[index]))
+                ticket.base_logprobs.append(float(sampled.base_logprob[index]))
+                ticket.top_logprobs.append(_likeliest(top, index, ticket.sampling.top_logprobs))
+                ticket.versions.append(flight.version)
+                self.counts.generated_tokens += 1
+                self._look_for_an_end(ticket, token)
+            if ticket.ended:
+                self._scheduler.finish(request)
+                del self._tickets[request]
+                self.counts.requests += 1
+            if ticket.ended or ticket.streaming:
+                told.append(ticket)
+        _tell(told)
+
+    def _look_for_an_end(self, ticket: _Ticket, token: int) -> None:
+        sampling = ticket.sampling
+        if ticket.seen:
+            ticket.seen[token] = ticket.seen.get(token, 0) + 1
+        stop = ticket.stops.push(token) if ticket.stops else None
+        finished = False
+        if ticket.matcher is not None:
+            try:
+                ticket.matcher.accept(token)
+            except GymLLMError as error:
+                ticket.error = f"{error}{ticket.name}"
+            finished = ticket.matcher.is_finished
+        if token in sampling.stop_token_ids:
+            ticket.finish, ticket.matched = FinishReason.STOP, token
+        elif stop is not None:
+            ticket.finish, ticket.matched = FinishReason.STOP, stop
+        elif finished:
+            ticket.finish = FinishReason.STOP
+        elif (
+            len(ticket.tokens) >= sampling.max_new_tokens
+            or ticket.request.prompt_length + len(ticket.tokens) >= self.config.context_length
+        ):
+            ticket.finish = FinishReason.LENGTH
 
     def _fail_everything(self) -> None:
         with self._wake:
@@ -302,23 +622,132 @@ class JaxEngine:
             self._tickets, self._new = {}, []
         why = f"the engine broke: {self._broken!r}" if self._broken else "the engine was closed."
         for ticket in left:
-            _call(ticket.loop, _fail, ticket.future, why)
+            ticket.error = why
+        _tell(left)
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:
-        # The loop is closed: nobody waits any more.
-        return
+def _kernels(config: EngineConfig, mesh: Mesh | None, log: Callable[[str], None]) -> Kernels | None:
+    """The CPU's kernels where they can be had and are wanted."""
+    if config.kernels == "xla":
+        return None
+    why = ""
+    if jax.default_backend() != "cpu":
+        why = f"the platform is {jax.default_backend()}"
+    elif mesh is not None and mesh.size > 1:
+        why = "the engine runs on several devices"
+    else:
+        kernels = load_kernels()
+        if isinstance(kernels, Kernels):
+            return kernels
+        why = kernels
+    if config.kernels == "cpu":
+        raise ConfigError(f"engine.kernels is cpu, but {why}. Set it to auto or xla.")
+    if jax.default_backend() == "cpu":
+        log(f"engine without CPU kernels: {why}")
+    return None
 
 
-def _resolve(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+def _at(step: Step, sample: int) -> Request:
+    """Whose sample it is."""
+    if sample < step.rows:
+        return step.decode[sample].request
+    return step.prefill[sample - step.rows].request
 
 
-def _fail(future: asyncio.Future[None], why: str) -> None:
-    if not future.done():
-        future.set_exception(EngineError(why))
+def _position(step: Step, sample: int) -> int:
+    """Place in its sequence of what is sampled."""
+    if sample < step.rows:
+        return step.decode[sample].position + 1
+    block = step.prefill[sample - step.rows]
+    return block.start + len(block.tokens)
+
+
+def _fill(inputs: FullInputs, index: int, ticket: _Ticket) -> None:
+    """Writes what one request asks of the full sampler."""
+    sampling = ticket.sampling
+    inputs.top_k[index] = sampling.top_k
+    inputs.top_p[index] = sampling.top_p
+    inputs.min_p[index] = sampling.min_p
+    inputs.repetition_penalty[index] = sampling.repetition_penalty
+    inputs.presence_penalty[index] = sampling.presence_penalty
+    inputs.frequency_penalty[index] = sampling.frequency_penalty
+    if ticket.seen:
+        inputs.seen_ids[index, : len(ticket.seen)] = list(ticket.seen)
+        inputs.seen_count[index, : len(ticket.seen)] = list(ticket.seen.values())
+    if sampling.logit_bias:
+        count = len(sampling.logit_bias)
+        inputs.bias_ids[index, :count] = list(sampling.logit_bias)
+        inputs.bias[index, :count] = list(sampling.logit_bias.values())
+    if ticket.matcher is not None:
+        ticket.matcher.mask(inputs.allowed[index])
+
+
+def _likeliest(
+    top: tuple[np.ndarray, np.ndarray] | None, index: int, count: int
+) -> Mapping[int, float]:
+    if top is None or not count:
+        return {}
+    pairs = zip(top[0][index, :count].tolist(), top[1][index, :count].tolist(), strict=True)
+    return {token: logprob for token, logprob in pairs if token >= 0}
+
+
+def _no_numbers(ticket: _Ticket) -> str:
+    return (
+        f"no token could be drawn{ticket.name}: the model's logits are NaN or infinite there, or "
+        "logit_bias and the grammar together allow no token."
+    )
+
+
+def _queued_s(ticket: _Ticket) -> float:
+    return (ticket.started_ns - ticket.queued_ns) / 1e9
+
+
+def _generation(ticket: _Ticket) -> Generation:
+    if ticket.error:
+        raise EngineError(ticket.error)
+    assert ticket.finish is not None, "an engine answers only finished requests"
+    return Generation(
+        token_ids=np.array(ticket.tokens, np.int32),
+        logprobs=np.array(ticket.logprobs, np.float32),
+        versions=np.array(ticket.versions, np.int32),
+        finish_reason=ticket.finish,
+        base_logprobs=np.array(ticket.base_logprobs, np.float32),
+        top_logprobs=tuple(ticket.top_logprobs) if ticket.sampling.top_logprobs else (),
+        matched=ticket.matched,
+        reused_tokens=ticket.request.reused,
+        queued_s=_queued_s(ticket),
+    )
+
+
+def _delta(ticket: _Ticket, have: int, finish: FinishReason | None) -> Delta:
+    new = slice(ticket.told, have)
+    ticket.told = have
+    return Delta(
+        token_ids=ticket.tokens[new],
+        logprobs=ticket.logprobs[new],
+        base_logprobs=ticket.base_logprobs[new],
+        versions=ticket.versions[new],
+        top_logprobs=ticket.top_logprobs[new],
+        finish_reason=finish,
+        matched=ticket.matched if finish else None,
+        reused_tokens=ticket.request.reused,
+        queued_s=_queued_s(ticket),
+    )
+
+
+def _tell(tickets: list[_Ticket]) -> None:
+    """Wakes whoever waits for these, with one call an event loop."""
+    loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for ticket in tickets:
+        loops.setdefault(ticket.loop, []).append(ticket.wake)
+    for loop, events in loops.items():
+        try:
+            loop.call_soon_threadsafe(_set, events)
+        except RuntimeError:
+            # The loop is closed: nobody waits any more.
+            continue
+
+
+def _set(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

@@ -1,0 +1,134 @@
+"""New weights for a running engine: checked before they are taken, shared where they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from gymllm.errors import ModelError
+from gymllm_trainers.compilation import compile_ahead
+from gymllm_trainers.models.decoder import Decoder, LoRAParam
+
+Tree = Any
+"""A pytree of arrays."""
+Path = tuple[Any, ...]
+"""Names on the way to a parameter."""
+Program = Callable[..., Any]
+"""Something compiled, or compiled at its first call."""
+
+
+class Publisher:
+    """Turns what a trainer publishes into what the engine's programs take."""
+
+    def __init__(
+        self, graph: nnx.GraphDef[Decoder], state: Tree, *, compute_dtype: DTypeLike
+    ) -> None:
+        """Takes the first weights, which are not checked for NaN: who loads a model has looked at it.
+
+        Args:
+            graph: The decoder's structure.
+            state: Its parameters.
+            compute_dtype: What the engine keeps weights in.
+        """
+        self._dtype = jnp.dtype(compute_dtype)
+        self._cast: Program = jax.jit(lambda leaves: [leaf.astype(self._dtype) for leaf in leaves])
+        self._finite: Program = jax.jit(_finite)
+        self._compiled: dict[tuple[Path, ...], Program] = {}
+        self._flat: dict[Path, Any] = dict(nnx.to_flat_state(state))
+        self._flat = self._converted(self._flat)
+        self._shardings = {path: variable[...].sharding for path, variable in self._flat.items()}
+
+    def compile(self) -> None:
+        """Compiles the check of all parameters, and of the adapters alone if there are any."""
+        every = tuple(self._flat)
+        adapters = tuple(path for path in every if isinstance(self._flat[path], LoRAParam))
+        for paths in filter(None, (every, adapters)):
+            leaves = [self._flat[path][...] for path in paths]
+            self._compiled[paths] = compile_ahead(self._finite, leaves)
+
+    @property
+    def state(self) -> Tree:
+        """The weights that were taken last."""
+        return nnx.from_flat_state(self._flat.items())
+
+    def check(self, state: Tree) -> Tree:
+        """Checks weights and takes them.
+
+        Args:
+            state: All of the decoder's parameters, or some (its adapters alone): the rest stays.
+
+        Returns:
+            All of them, as the programs take them.
+
+        Raises:
+            ModelError: A name or shape is another, or a number is NaN or infinite; nothing is taken.
+        """
+        # In the engine's order, which is that of what was compiled.
+        found = dict(nnx.to_flat_state(state))
+        given = {path: found.pop(path) for path in self._flat if path in found} | found
+        for path, variable in given.items():
+            own = self._flat.get(path)
+            name = "/".join(map(str, path))
+            if own is None:
+                raise ModelError(
+                    f"published weights hold {name!r}, which the engine's model doesn't have: it was made "
+                    "from another decoder."
+                )
+            if own[...].shape != variable[...].shape:
+                raise ModelError(
+                    f"published weights: {name!r} has shape {list(variable[...].shape)}, the engine's model "
+                    f"has {list(own[...].shape)}."
+                )
+        if not given:
+            raise ModelError("published weights are empty: give nnx.state of the decoder.")
+        converted = self._converted(given)
+        placed = {path: self._placed(path, variable) for path, variable in converted.items()}
+        arrays = {path: variable[...] for path, variable in placed.items()}
+        finite = jax.device_get(
+            self._compiled.get(tuple(arrays), self._finite)(list(arrays.values()))
+        )
+        bad = [
+            "/".join(map(str, path)) for path, good in zip(arrays, finite, strict=True) if not good
+        ]
+        if bad:
+            raise ModelError(
+                f"published weights are NaN or infinite in {len(bad)} of {len(arrays)} parameters, such as "
+                f"{bad[0]!r}: refused, the engine goes on with those it has."
+            )
+        self._flat |= placed
+        return self.state
+
+    def _placed(self, path: Path, variable: Any) -> Any:
+        """The same where the engine has it; what is there already is not copied."""
+        sharding = self._shardings[path]
+        if variable[...].sharding.is_equivalent_to(sharding, variable[...].ndim):
+            return variable
+        return variable.replace(jax.device_put(variable[...], sharding))
+
+    def _converted(self, flat: dict[Path, Any]) -> dict[Path, Any]:
+        """The same with every float in the engine's dtype; what is in it already is not copied."""
+        other = {
+            path: variable[...]
+            for path, variable in flat.items()
+            if jnp.issubdtype(variable[...].dtype, jnp.floating)
+            and variable[...].dtype != self._dtype
+        }
+        if not other:
+            return flat
+        cast = dict(zip(other, self._cast(list(other.values())), strict=True))
+        return {
+            path: variable.replace(cast[path]) if path in cast else variable
+            for path, variable in flat.items()
+        }
+
+
+def _finite(leaves: list[Array]) -> list[Array]:
+    # A sum is NaN or infinite if any term is: one pass, and nothing of the leaf's size is made. Squares would
+    # overflow; a sum of finite float32 weights does not.
+    return [jnp.isfinite(jnp.sum(leaf.astype(jnp.float32))) for leaf in leaves]
