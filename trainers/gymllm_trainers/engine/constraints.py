@@ -171,7 +171,8 @@ class Grammars:
 
         The text ends with one of the request's stop tokens or, if it names none, the tokenizer's. Blanks
         between the parts of a JSON text are at most 40 characters. `regex` is in the syntax of Rust's regex
-        crate, which is Python's but for look-around, `\\b` and backreferences; it is matched as a whole.
+        crate, which is Python's but for look-around, `\\b` and backreferences (`\\d` and `\\w` are of all
+        scripts in both); it is matched as a whole.
 
         Raises:
             ConfigError: The grammar can't be used; says why.
