@@ -7,12 +7,12 @@ connection                  bodies in, answers and event streams out, vanished c
 problems                    errors as HTTP has them
 fields                      a JSON object to a dataclass, every unknown field named
 service                     what all routes share
-served, running             the engine as it is seen from here; requests that run, and how they are ended
-prompts, requests           prompts, and how they are sampled, in engine's terms
+running                     requests that run, and how they are ended
+requests                    how they are sampled, in the engine's terms
 answer, visible_text        what a request has come to so far, and the text of it that may be shown
 chat_form, chat_messages    messages to ids and replies to messages, by the model's own template
-chat, completions           OpenAI's two routes
-generate, control           SGLang's
+openai_shapes, chat, completions    OpenAI's two routes
+generate, control, weights          SGLang's
 """
 
 from gymllm_trainers.serve.settings import ServeSettings as ServeSettings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gymllm.engine import FinishReason, GenerateRequest
-from gymllm_trainers.serve.served import Delta
+from gymllm_trainers.engine import Delta
 
 Finish = Literal["stop", "length", "abort"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,7 +24,6 @@ def make_app(
     *,
     api_key: str,
     most_bytes: int,
-    is_ready: Callable[[], bool],
 ) -> Starlette:
     """The ASGI application.
 
@@ -35,7 +32,6 @@ def make_app(
         control: Handlers of SGLang's further routes.
         api_key: What clients must have, except for /health; empty: nothing.
         most_bytes: Longest body of a request.
-        is_ready: Whether requests are answered yet.
     """
 
     async def models(given: Body) -> Response:
@@ -49,7 +45,7 @@ def make_app(
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(request: Request) -> Response:
-        if service.running.ending or not is_ready():
+        if service.running.ending or not service.engine.ready.is_set():
             return refusal_response(RefusedError(503, "not ready.", code="unavailable"))
         return Response()
 

@@ -12,6 +12,7 @@ import anyio.to_thread
 from starlette.responses import JSONResponse, Response
 
 from gymllm_agents import ParsedReply
+from gymllm_trainers.engine import Delta
 from gymllm_trainers.serve.answer import Answer
 from gymllm_trainers.serve.chat_form import ChatForm, ChatForms, MarkedText
 from gymllm_trainers.serve.chat_messages import read_messages, read_tools, written_calls
@@ -25,8 +26,8 @@ from gymllm_trainers.serve.requests import (
     OpenAIBody,
     openai_sampling,
 )
-from gymllm_trainers.serve.served import Delta
 from gymllm_trainers.serve.service import Service, sequences
+from gymllm_trainers.serve.visible_text import overlap
 
 _UNSUPPORTED: Unsupported = {
     **OPENAI_UNSUPPORTED,
@@ -43,8 +44,9 @@ _UNSUPPORTED: Unsupported = {
     "continue_final_message": (False, "render the prompt yourself and use /v1/completions"),
     "chat_template": (None, "the model's own is used"),
 }
-_HOLD = 24
-"""Characters at the end of a reply that may be the beginning of markup, so are not yet shown."""
+_LONGEST_MARK = 24
+"""Characters of markup, at most."""
+_OPENED = ("<think>", "[THINK]", "◁think▷")
 _STEPS = 1024
 """A reply that is streamed is read anew once it has grown by this part of its length, so that long ones
 take time that is nearly linear."""
@@ -176,7 +178,6 @@ class _Choice:
         self._told = 0
         """Tokens whose ids and log-probabilities have been sent."""
         self._opened = False
-        self._hold = max([_HOLD, *map(len, body.stops)])
 
     def take(self, delta: Delta | None) -> None:
         before = len(self.answer.shown_ids)
@@ -219,8 +220,8 @@ class _Choice:
         if done or (self._streams_text and grown > self._read // _STEPS):
             self._read += grown
             parsed = self._parsed()
-            deltas += self._unseen("reasoning_content", parsed.reasoning)
-            deltas += self._unseen("content", parsed.text)
+            deltas += self._unseen("reasoning_content", parsed.reasoning, done or bool(parsed.text))
+            deltas += self._unseen("content", parsed.text, done)
             if done:
                 calls = written_calls(parsed)
         if calls:
@@ -244,23 +245,38 @@ class _Choice:
             chunks.append({**last, **self._ending(bool(calls))})
         return chunks
 
-    def _unseen(self, name: str, text: str) -> list[dict[str, object]]:
-        """A delta with what a text has more than what was sent of it, if it has."""
+    def _unseen(self, name: str, text: str, complete: bool) -> list[dict[str, object]]:
+        """A delta with what a text has more than what was sent of it, if it has.
+
+        Args:
+            name: Of the field.
+            text: All of it so far.
+            complete: Whether nothing will be added, so that its end can't come to mean something else.
+        """
         sent = self._shown[name]
-        # What was certain stays, but for a reply that closes a thought it never opened, say: then the
-        # rest is sent at the end.
-        if len(text) <= len(sent) or not (text.startswith(sent) or self.answer.finish):
+        text = text if complete else self._certain(text)
+        if self.answer.finish is None:
+            if text.lstrip().startswith(_OPENED):
+                return []  # an empty thought is text, but this one will hardly stay empty
+            if not text.startswith(sent):
+                return []  # markup where nobody thought of it; the rest is sent at the end
+        if len(text) <= len(sent):
             return []
         self._shown[name] = text
         return [{name: text[len(sent) :]}]
 
+    def _certain(self, text: str) -> str:
+        """A growing text without what may be the beginning of markup or of a stop string."""
+        marks = [text.find(mark, max(len(text) - _LONGEST_MARK, 0)) for mark in "<[◁"]
+        ends = [place for place in marks if place >= 0]
+        ends += [len(text) - overlap(text, stop) for stop in self._body.stops]
+        return text[: min(ends, default=len(text))].rstrip()
+
     def _parsed(self) -> ParsedReply:
-        """What is in the reply, as far as it is certain."""
+        """What is in the reply so far."""
         text, matched = self._text.text, self.answer.matched
         cut = 0
-        if self.answer.finish is None:
-            cut = min(self._hold, len(text))
-        elif isinstance(matched, str) and matched in self._body.cut and matched in text:
+        if isinstance(matched, str) and matched in self._body.cut and matched in text:
             cut = len(text) - text.index(matched)
         if not self._parses:
             return ParsedReply(text=self._form.tokenizer.without_special(text[: len(text) - cut]))

@@ -21,7 +21,7 @@ from gymllm_agents import (
 )
 from gymllm_agents.parser_choice import choose_parser
 from gymllm_agents.template_trials import Variable
-from gymllm_trainers.serve.visible_text import Characters
+from gymllm_trainers.engine.stops import TextStream
 
 _MOST_FORMS = 32
 
@@ -123,13 +123,13 @@ class MarkedText:
         self.controls: list[int] = []
         """Where in it each of those starts."""
         self._tokenizer = tokenizer
-        self._characters = Characters(tokenizer, skip_special=False)
+        self._characters = TextStream(tokenizer)
 
     def push(self, ids: Sequence[int]) -> None:
         """Adds ids."""
         for token in ids:
             if not self._tokenizer.is_control(token):
-                self.text += self._characters.push([token])
+                self.text += self._characters.push(token)
                 continue
             self.end()
             self.controls.append(len(self.text))
@@ -137,8 +137,8 @@ class MarkedText:
 
     def end(self) -> None:
         """Adds what was held back as part of a character."""
-        self.text += self._characters.end()
-        self._characters = Characters(self._tokenizer, skip_special=False)
+        self.text += self._characters.finish()
+        self._characters = TextStream(self._tokenizer)
 
 
 def _told_in_text(messages: Sequence[Message], told: str) -> list[Message]:

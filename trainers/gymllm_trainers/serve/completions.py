@@ -9,6 +9,7 @@ from typing import cast, final
 
 from starlette.responses import JSONResponse, Response
 
+from gymllm_trainers.engine import Delta
 from gymllm_trainers.serve.answer import Answer
 from gymllm_trainers.serve.connection import Body, Emit, EventStream
 from gymllm_trainers.serve.fields import read_fields
@@ -20,7 +21,6 @@ from gymllm_trainers.serve.requests import (
     OpenAIBody,
     openai_sampling,
 )
-from gymllm_trainers.serve.served import Delta
 from gymllm_trainers.serve.service import Service, sequences
 from gymllm_trainers.serve.visible_text import VisibleText
 

@@ -11,12 +11,12 @@ from typing import cast, final
 from starlette.responses import JSONResponse, Response
 
 from gymllm.engine import GenerateRequest, SamplingParams
+from gymllm_trainers.engine import Delta
 from gymllm_trainers.serve.answer import Answer
 from gymllm_trainers.serve.connection import Body, Emit, EventStream
 from gymllm_trainers.serve.fields import Unsupported, as_list, read_fields
 from gymllm_trainers.serve.problems import RefusedError
 from gymllm_trainers.serve.requests import biases, check_count, schema_text, seed_or_any, stop_ids
-from gymllm_trainers.serve.served import Delta
 from gymllm_trainers.serve.service import Service, sequences
 from gymllm_trainers.serve.visible_text import VisibleText
 

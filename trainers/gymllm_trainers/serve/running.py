@@ -10,8 +10,8 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from gymllm.engine import GenerateRequest
+from gymllm_trainers.engine import Delta, EmbeddedEngine
 from gymllm_trainers.serve.problems import RefusedError
-from gymllm_trainers.serve.served import Delta, ServedEngine
 
 _AHEAD = 64
 """Pieces that wait for a slow reader here; what is behind them waits in the engine."""
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 class Running:
     """The sequences that the engine works on for clients."""
 
-    def __init__(self, engine: ServedEngine, *, most: int) -> None:
+    def __init__(self, engine: EmbeddedEngine, *, most: int) -> None:
         """Takes the engine.
 
         Args:
@@ -41,7 +41,7 @@ class Running:
         self.sequences = 0
         """Those there are."""
         self.ending = False
-        """Whether the server is about to end; nothing is taken any more."""
+        """Whether `end` was called."""
         self._engine = engine
         self._scopes: dict[str, list[anyio.CancelScope]] = {}
 
@@ -79,6 +79,11 @@ class Running:
             for name, _ in scopes:
                 self._scopes.pop(name, None)
 
+    def end(self) -> None:
+        """Ends everything with an error, for good; nothing is taken any more."""
+        self.ending = True
+        self.abort()
+
     def abort(self, name: str | None = None) -> int:
         """Ends what is called so, or everything; what was generated is still answered with.
 
@@ -96,8 +101,7 @@ class Running:
 
     def _take(self, requests: Sequence[GenerateRequest]) -> None:
         count = len(requests)
-        if self.ending:
-            raise RefusedError(503, "the server is ending.", code="unavailable")
+        self._refuse_if_ending()
         if count > self.most:
             raise RefusedError(
                 400,
@@ -128,4 +132,9 @@ class Running:
                     async for delta in deltas:
                         await send.send(Piece(index, delta))
                 return
+            self._refuse_if_ending()
             await send.send(Piece(index, None))
+
+    def _refuse_if_ending(self) -> None:
+        if self.ending:
+            raise RefusedError(503, "the server is ending.", code="unavailable")

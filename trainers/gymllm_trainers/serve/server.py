@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import os
 import socket
 from collections.abc import Awaitable, Callable, Generator
@@ -16,21 +16,23 @@ from gymllm.errors import ConfigError, MissingExtraError
 from gymllm.event_loop import LOOP_OPTIONS
 from gymllm.timeline import Timeline
 from gymllm_agents import Tokenizer, train_tokenizer
+from gymllm_trainers.engine import EmbeddedEngine, EngineConfig, open_engine
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.models import (
     Decoder,
+    DecoderConfig,
     load_model,
     random_decoder,
     tiny_config,
 )
-from gymllm_trainers.serve.fallback import JaxEngine
-from gymllm_trainers.serve.settings import TINY, ServeSettings
+from gymllm_trainers.serve.settings import DEFAULT_CONTEXT, TINY, ServeSettings
 
 try:
     import uvicorn
 
     from gymllm_trainers.serve.app import make_app
     from gymllm_trainers.serve.control import Control
+    from gymllm_trainers.serve.problems import RefusedError
     from gymllm_trainers.serve.service import Service
     from gymllm_trainers.serve.weights import Weights
 except ImportError as error:
@@ -52,29 +54,23 @@ def run(settings: ServeSettings) -> None:
     """
     with Interrupt() as interrupt, listening(settings.host, settings.port) as listener:
         decoder, tokenizer = load(settings)
-
-        async def interrupted() -> None:
-            with anyio.CancelScope() as scope, interrupt.cancels(scope):
-                await anyio.sleep_forever()
-
         anyio.run(
-            functools.partial(
-                serve, settings, decoder, tokenizer, listener, until=interrupted, say=_say
-            ),
+            _run,
+            settings,
+            decoder,
+            tokenizer,
+            listener,
+            interrupt,
             backend="asyncio",
             backend_options=LOOP_OPTIONS,
         )
-
-
-def _say(line: str) -> None:
-    print(f"gymllm-serve: {line}", flush=True)  # noqa: T201 (a command line speaks)
 
 
 def load(settings: ServeSettings) -> tuple[Decoder, Tokenizer]:
     """The model.
 
     Raises:
-        GymLLMError: It can't be had, or is made for shorter conversations.
+        GymLLMError: It can't be had.
     """
     if settings.model == TINY:
         tokenizer = train_tokenizer([], vocab_size=259)
@@ -87,13 +83,24 @@ def load(settings: ServeSettings) -> tuple[Decoder, Tokenizer]:
     else:
         model = load_model(settings.model, dtype=settings.dtype)
         decoder, tokenizer = model.decoder(compute_dtype=settings.dtype), model.tokenizer
-    longest = decoder.config.max_position_embeddings
-    if settings.engine.context_length > longest:
-        raise ConfigError(
-            f"--engine.context-length is {settings.engine.context_length}, but {settings.model} was made "
-            f"for at most {longest} tokens."
-        )
     return decoder, tokenizer
+
+
+def fitting(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
+    """The engine's sizes, the default context no longer than what the model was made for.
+
+    Raises:
+        ConfigError: Another context is, and was asked for.
+    """
+    longest = model.max_position_embeddings
+    if config.context_length <= longest:
+        return config
+    if config.context_length == DEFAULT_CONTEXT:
+        return dataclasses.replace(config, context_length=longest)
+    raise ConfigError(
+        f"--engine.context-length is {config.context_length}, but the model was made for at most "
+        f"{longest} tokens."
+    )
 
 
 @contextlib.contextmanager
@@ -119,49 +126,81 @@ def listening(host: str, port: int) -> Generator[socket.socket]:
         yield listener
 
 
-async def serve(
+async def _run(
     settings: ServeSettings,
     decoder: Decoder,
     tokenizer: Tokenizer,
     listener: socket.socket,
-    *,
-    until: Callable[[], Awaitable[None]],
-    say: Callable[[str], None] = lambda line: None,
+    interrupt: Interrupt,
 ) -> None:
-    """Answers until it is told to end; then requests that run are answered with an error.
+    async def interrupted() -> None:
+        with anyio.CancelScope() as scope, interrupt.cancels(scope):
+            await anyio.sleep_forever()
 
-    Args:
-        settings: As the command line has them.
-        decoder: The model.
-        tokenizer: Its own.
-        listener: Bound; closed at the end.
-        until: Returns when it is time to end.
-        say: Takes lines for whoever started it: each program that is compiled, and where it listens.
-
-    Raises:
-        EngineError: The engine can't generate.
-    """
-    engine = JaxEngine(
+    settings = dataclasses.replace(settings, engine=fitting(settings.engine, decoder.config))
+    engine = open_engine(
         decoder,
         settings.engine,
         timeline=Timeline(),
         tokenizer=tokenizer,
-        log=lambda name: say(f"compiling {name}"),
+        log=lambda name: _say(f"compiling {name}"),
     )
+    try:
+        await serve(
+            engine,
+            settings,
+            decoder.config,
+            tokenizer,
+            listener,
+            until=interrupted,
+            say=_say,
+        )
+    finally:
+        with anyio.CancelScope(shield=True):
+            await engine.aclose()
+
+
+def _say(line: str) -> None:
+    print(f"gymllm-serve: {line}", flush=True)  # noqa: T201 (a command line speaks)
+
+
+async def serve(
+    engine: EmbeddedEngine,
+    settings: ServeSettings,
+    model: DecoderConfig,
+    tokenizer: Tokenizer,
+    listener: socket.socket,
+    *,
+    until: Callable[[], Awaitable[None]],
+    say: Callable[[str], None],
+) -> None:
+    """Answers until it is told to end; then requests that run are answered with an error.
+
+    Args:
+        engine: Stays open.
+        settings: As the command line has them.
+        model: The engine's.
+        tokenizer: Its own.
+        listener: Bound; closed at the end.
+        until: Returns when it is time to end.
+        say: Told where it listens, once everything is compiled.
+
+    Raises:
+        EngineError: The engine can't generate.
+    """
     service = Service(
         engine,
         tokenizer,
         name=settings.served_name,
-        vocabulary=decoder.config.vocab_size,
+        vocabulary=model.vocab_size,
         most_sequences=settings.engine.slots + settings.queue,
     )
-    weights = Weights(service, decoder.config, path=settings.model, dtype=settings.dtype)
+    weights = Weights(service, model, path=settings.model, dtype=settings.dtype)
     app = make_app(
         service,
         Control(service, weights, settings.engine),
         api_key=settings.api_key or os.environ.get(API_KEY_VARIABLE, ""),
         most_bytes=settings.max_body_mb << 20,
-        is_ready=engine.ready.is_set,
     )
     server = _Server(
         uvicorn.Config(
@@ -180,27 +219,23 @@ async def serve(
             sampling=SamplingParams(max_new_tokens=1),
             request_id="trial",
         )
-        async with service.running.run([trial]) as pieces:
-            async for _ in pieces:
-                pass
+        with contextlib.suppress(RefusedError):  # it may be told to end before it has begun
+            async with service.running.run([trial]) as pieces:
+                async for _ in pieces:
+                    pass
         host, port = listener.getsockname()[:2]
         say(f"{settings.served_name} at http://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def end() -> None:
         await until()
-        service.running.ending = True
         server.should_exit = True
-        await engine.aclose()
+        service.running.end()
 
-    try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(announce, name="announce")
-            group.start_soon(end, name="end")
-            await server.serve(sockets=[listener])
-            group.cancel_scope.cancel()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await engine.aclose()
+    async with anyio.create_task_group() as group:
+        group.start_soon(announce, name="announce")
+        group.start_soon(end, name="end")
+        await server.serve(sockets=[listener])
+        group.cancel_scope.cancel()
 
 
 class _Server(uvicorn.Server):

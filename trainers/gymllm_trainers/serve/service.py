@@ -13,9 +13,9 @@ import anyio.to_thread
 from gymllm.engine import GenerateRequest, SamplingParams
 from gymllm.errors import ContextLengthError
 from gymllm_agents import Tokenizer
+from gymllm_trainers.engine import EmbeddedEngine
 from gymllm_trainers.serve.problems import RefusedError
 from gymllm_trainers.serve.running import Running
-from gymllm_trainers.serve.served import ServedEngine
 
 
 @final
@@ -24,7 +24,7 @@ class Service:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: EmbeddedEngine,
         tokenizer: Tokenizer,
         *,
         name: str,

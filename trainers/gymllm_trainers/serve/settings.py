@@ -14,6 +14,9 @@ from gymllm_trainers.engine import EngineConfig
 TINY = "tiny"
 """Names gymllm's own tiny model with random weights: to try clients out."""
 
+DEFAULT_CONTEXT = 4096
+"""Tokens; less where the model was made for less."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
@@ -34,7 +37,7 @@ class ServeSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and arithmetic."""
     engine: EngineConfig = field(
-        default_factory=lambda: EngineConfig(slots=16, context_length=2048)
+        default_factory=lambda: EngineConfig(slots=16, context_length=DEFAULT_CONTEXT)
     )
     """Sizes of the engine."""
     queue: int = 128
