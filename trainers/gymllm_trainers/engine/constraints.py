@@ -28,7 +28,7 @@ _KEPT = 16  # grammars kept ready: those of a group's requests are the same
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"  # with no limit, a model can go on with blanks for ever
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # about 20 ms
-    step_lexer_fuel=200_000,  # about 15 ms
+    step_lexer_fuel=50_000,  # about 10 ms; what is written in earnest takes 1
     step_max_items=50_000,
     max_lexer_states=50_000,  # of 1-2 kB each
     verbose_errors=False,
@@ -122,9 +122,7 @@ class Matcher:
             fits = token_id in self._stops and self.may_end
             self._stopped = self._stopped or fits
         else:
-            fits = not self._stopped and self._matcher.validate_tokens([token_id]) == 1
-            if fits:
-                self._matcher.consume_token(token_id)
+            fits = not self._stopped and self._matcher.try_consume_tokens([token_id]) == 1
             self._check()
         if not fits:
             raise EngineError(
@@ -199,6 +197,7 @@ class Grammars:
 
     def _read(self, grammar: _Grammar) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._vocabulary, grammar.text, log_level=0, limits=_LIMITS)
+        matcher.compute_bitmask()  # what can't make its first step is refused here
         if matcher.is_error():
             raise ConfigError(f"{grammar.name} can't be used: {_reason(matcher)}.")
         return matcher
