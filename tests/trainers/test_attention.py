@@ -89,7 +89,7 @@ Attend = Callable[..., jax.Array]
 
 def by_name(name: Implementation) -> Attend:
     def attend(*arrays: jax.Array, **options: Any) -> jax.Array:
-        return packed_attention(*arrays, implementation=name, **options)
+        return packed_attention(*arrays[:4], implementation=name, **options)
 
     return attend
 

@@ -1,4 +1,4 @@
-"""Losses and log-probabilities: against NumPy, by hand, and by finite differences."""
+"""Losses: against NumPy, by hand, and by finite differences."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from gymllm_trainers.loss import (
     correction_weight,
     ppo_clip,
     reinforce,
-    token_statistics,
 )
-
-# ---------------------------------------------------------------------- token losses
 
 
 def ppo_reference(
@@ -96,103 +93,3 @@ def test_correction_weight_is_the_capped_ratio_and_carries_no_gradient() -> None
     for argument in (0, 1):
         gradient = jax.grad(lambda *a: correction_weight(*a).sum(), argument)(proximal, behaviour)
         assert not gradient.any()
-
-
-# ---------------------------------------------------------------------- token statistics
-
-statistics = jax.jit(token_statistics, static_argnames=("temperature", "chunk"))
-
-
-def batch(tokens: int, *, share: float, seed: int = 0) -> tuple[jax.Array, ...]:
-    """Hidden states [T, 6], head [6, 11], targets, mask."""
-    rng = np.random.default_rng(seed)
-    return (
-        jnp.asarray(rng.normal(size=(tokens, 6)).astype(np.float32)),
-        jnp.asarray(rng.normal(size=(6, 11)).astype(np.float32)),
-        jnp.asarray(rng.integers(11, size=tokens).astype(np.int32)),
-        jnp.asarray((rng.random(tokens) < share).astype(np.float32)),
-    )
-
-
-def log_softmax(hidden: jax.Array, head: jax.Array, temperature: float) -> np.ndarray:
-    logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64) / temperature
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_statistics_agree_with_the_reference(temperature: float) -> None:
-    hidden, head, target, mask = batch(37, share=0.5)
-    result = statistics(hidden, head, target, mask, temperature=temperature, chunk=8)
-    logprobs = log_softmax(hidden, head, temperature)
-    expected = logprobs[np.arange(37), np.asarray(target)] * np.asarray(mask)
-    np.testing.assert_allclose(result.logprob, expected, atol=1e-5)
-    entropy = -(np.exp(logprobs) * logprobs).sum(-1) * np.asarray(mask)
-    np.testing.assert_allclose(result.entropy, entropy, atol=1e-5)
-
-
-def test_a_uniform_distribution_by_hand() -> None:
-    result = statistics(
-        jnp.zeros((2, 3)), jnp.ones((3, 4)), jnp.array([0, 3]), jnp.array([1.0, 0.0])
-    )
-    np.testing.assert_allclose(result.logprob, [-np.log(4), 0], rtol=1e-6)
-    np.testing.assert_allclose(result.entropy, [np.log(4), 0], rtol=1e-6)
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 37, 512])
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_chunks_change_nothing(chunk: int, share: float) -> None:
-    hidden, head, target, mask = batch(37, share=share)
-    whole = statistics(hidden, head, target, jnp.ones_like(mask), chunk=37)
-    result = statistics(hidden, head, target, mask, chunk=chunk)
-    np.testing.assert_allclose(result.logprob, np.asarray(whole.logprob * mask), atol=1e-6)
-    np.testing.assert_allclose(result.entropy, np.asarray(whole.entropy * mask), atol=1e-6)
-
-
-def test_what_is_masked_out_has_no_effect() -> None:
-    hidden, head, target, mask = batch(20, share=0.5)
-    other = jnp.where(mask[:, None] == 1, hidden, 1e3)
-    clean, dirty = (statistics(h, head, target, mask, chunk=4) for h in (hidden, other))
-    np.testing.assert_array_equal(clean.logprob, dirty.logprob)
-    np.testing.assert_array_equal(clean.entropy, dirty.entropy)
-
-
-def test_chunks_that_are_masked_out_are_skipped() -> None:
-    hidden, head, target, mask = batch(20, share=1.0)
-    mask = mask.at[4:].set(0)
-    poisoned = hidden.at[4:].set(jnp.nan)
-
-    @jax.jit
-    @jax.grad
-    def by_head(head: jax.Array) -> jax.Array:
-        return token_statistics(poisoned, head, target, mask, chunk=4).logprob.sum()
-
-    # A chunk that were computed would make the sum over chunks not a number.
-    assert jnp.isfinite(by_head(head)).all()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradients_are_those_of_log_softmax(temperature: float) -> None:
-    hidden, head, target, mask = batch(23, share=0.6, seed=3)
-    weight = jnp.linspace(-1, 1, 23)
-
-    def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        logprob = token_statistics(
-            hidden, head, target, mask, temperature=temperature, chunk=8
-        ).logprob
-        return (logprob * weight).sum()
-
-    by_hidden, by_head = jax.jit(jax.grad(total, (0, 1)))(hidden, head)
-    # d logprob / d logits = (one-hot - softmax) / temperature.
-    error = np.eye(11)[np.asarray(target)] - np.exp(log_softmax(hidden, head, temperature))
-    error *= np.asarray(weight * mask)[:, None] / temperature
-    np.testing.assert_allclose(by_hidden, error @ np.asarray(head).T, atol=1e-5)
-    np.testing.assert_allclose(by_head, np.asarray(hidden).T @ error, atol=1e-5)
-
-
-def test_entropy_carries_no_gradient() -> None:
-    hidden, head, target, mask = batch(9, share=1.0)
-
-    def entropy(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        return token_statistics(hidden, head, target, mask).entropy.sum()
-
-    assert not any(part.any() for part in jax.jit(jax.grad(entropy, (0, 1)))(hidden, head))

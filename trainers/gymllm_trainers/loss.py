@@ -1,6 +1,6 @@
-"""Policy losses, and the log-probabilities they are made of.
+"""Policy losses, from log-probabilities (`models/logprob_head.py`).
 
-Pure functions of arrays. Axes: T tokens (of a whole micro-batch, flattened), D model, V vocabulary.
+Pure functions of arrays. Axes: T tokens (of a whole micro-batch, flattened).
 Every loss is *per token and unnormalised*: groups arrive one at a time, so sums and counts are
 accumulated and divided once, at the optimizer step (token mean over the global batch).
 """
@@ -13,79 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gymllm_trainers.models.logprob_head import token_statistics as token_statistics
+
 LossName = Literal["ppo_clip", "reinforce"]
 CorrectionName = Literal["decoupled", "off"]
-
-
-class TokenStatistics(NamedTuple):
-    """Of each token, shape [T]; 0 where the mask is 0."""
-
-    logprob: Array
-    """Log-probability (nats) of the target."""
-    entropy: Array
-    """Entropy (nats) of the distribution the target was drawn from; carries no gradient."""
-
-
-def token_statistics(
-    hidden_TD: Array,
-    head_DV: Array,
-    target_T: Array,
-    mask_T: Array,
-    *,
-    temperature: float = 1.0,
-    chunk: int = 512,
-) -> TokenStatistics:
-    """Log-probabilities of targets without ever holding all logits.
-
-    Masked-in tokens are moved to the front and taken `chunk` at a time; chunks with none are skipped, so
-    the cost follows the number of trained tokens, not of context tokens. Logits are recomputed in the
-    backward pass.
-
-    Args:
-        hidden_TD: Final hidden states.
-        head_DV: Output projection.
-        target_T: Token that each position predicts, int32.
-        mask_T: 1 for positions whose log-probability is wanted.
-        temperature: Logits are divided by it, as when they were sampled.
-        chunk: Tokens whose logits are held at once.
-    """
-    tokens = hidden_TD.shape[0]
-    chunk = min(chunk, tokens)
-    padding = -tokens % chunk
-    order_T = jnp.argsort(mask_T == 0, stable=True)
-    order_T = jnp.concatenate([order_T, jnp.full((padding,), tokens, order_T.dtype)])
-    wanted = jnp.sum(mask_T != 0)
-
-    @jax.checkpoint
-    def statistics(rows_CD: Array, target_C: Array, head_DV: Array) -> TokenStatistics:
-        logits_CV = jnp.dot(rows_CD, head_DV, preferred_element_type=jnp.float32) / temperature
-        normaliser_C = jax.nn.logsumexp(logits_CV, axis=-1)
-        chosen_C = jnp.take_along_axis(logits_CV, target_C[:, None], axis=-1)[:, 0]
-        logits_CV = jax.lax.stop_gradient(logits_CV)
-        shares_CV = jax.nn.softmax(logits_CV, axis=-1)
-        entropy_C = jax.lax.stop_gradient(normaliser_C) - jnp.sum(shares_CV * logits_CV, axis=-1)
-        return TokenStatistics(chosen_C - normaliser_C, entropy_C)
-
-    def body(start: Array, index_C: Array) -> tuple[Array, TokenStatistics]:
-        rows_CD = hidden_TD.at[index_C].get(mode="clip")
-        target_C = target_T.at[index_C].get(mode="clip")
-        nothing = TokenStatistics(jnp.zeros(chunk, jnp.float32), jnp.zeros(chunk, jnp.float32))
-        result = jax.lax.cond(
-            start < wanted,
-            lambda: statistics(rows_CD, target_C, head_DV),
-            lambda: nothing,
-        )
-        return start + chunk, result
-
-    _, parts = jax.lax.scan(body, jnp.zeros((), wanted.dtype), order_T.reshape(-1, chunk))
-
-    def restore(values: Array) -> Array:
-        scattered = (
-            jnp.zeros((tokens,), values.dtype).at[order_T].set(values.reshape(-1), mode="drop")
-        )
-        return jnp.where(mask_T != 0, scattered, 0.0)
-
-    return TokenStatistics(*(restore(part) for part in parts))
 
 
 class TokenLoss(NamedTuple):

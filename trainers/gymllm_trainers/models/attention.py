@@ -31,14 +31,12 @@ from jax.sharding import AxisType, PartitionSpec
 
 from gymllm.errors import ConfigError, UnknownNameError
 from gymllm_trainers.models.attention_reference import blocked_attention
+from gymllm_trainers.models.sharding import ROW_AXES
 
 Implementation = Literal["auto", "reference", "xla", "cudnn", "splash"]
 
-BATCH_AXES = ("data", "fsdp")
-"""Mesh axes that rows are spread over."""
-HEAD_AXIS = "tensor"
-"""Mesh axis that key-value heads, with their query heads, are spread over."""
-
+_HEAD_AXIS = "tensor"
+"""Mesh axis that divides key-value heads, with their query heads."""
 _DENSE_BYTES = 2**30
 """On a GPU, scores or masks of more than this are not held: the reference takes over."""
 _LANES = 128
@@ -126,11 +124,11 @@ def packed_attention(
     ]
     if not free or mesh.size == 1:
         return attend(*arguments)
-    rows = tuple(name for name in BATCH_AXES if name in free)
+    rows = tuple(name for name in ROW_AXES if name in free)
     if query_BTNH.shape[0] % math.prod(mesh.shape[name] for name in rows):
         rows = ()
-    split = HEAD_AXIS in free and groups % mesh.shape[HEAD_AXIS] == 0
-    spec = PartitionSpec(rows or None, None, HEAD_AXIS if split else None, None)
+    split = _HEAD_AXIS in free and groups % mesh.shape[_HEAD_AXIS] == 0
+    spec = PartitionSpec(rows or None, None, _HEAD_AXIS if split else None, None)
     specs = (spec, spec, spec, PartitionSpec(rows or None, None), PartitionSpec())
     return jax.shard_map(
         attend,
@@ -176,14 +174,12 @@ class _Attention:
     def choose(self, query_BTNH: Array) -> Implementation:
         """The implementation of this platform, or the reference where that can't do it."""
         batch, tokens, heads, _ = query_BTNH.shape
-        candidates: list[tuple[Implementation, int]] = {
-            "gpu": [
-                ("cudnn", batch * tokens**2 * query_BTNH.dtype.itemsize),
-                ("xla", batch * heads * tokens**2 * 4),
-            ],
-            "tpu": [("splash", 0)],
-        }.get(_platform(), [])
-        for name, held_bytes in candidates:
+        pairs = batch * tokens**2
+        candidates: dict[str, dict[Implementation, int]] = {
+            "gpu": {"cudnn": pairs * query_BTNH.dtype.itemsize, "xla": pairs * heads * 4},
+            "tpu": {"splash": 0},
+        }
+        for name, held_bytes in candidates.get(_platform(), {}).items():
             if held_bytes <= _DENSE_BYTES and self.refusal(name, query_BTNH) is None:
                 return name
         return "reference"
@@ -316,8 +312,9 @@ def _splash(
     )
 
     def row(query_NTH: Array, key_KTH: Array, value_KTH: Array, segments_T: Array) -> Array:
-        return kernel(
-            query_NTH, key_KTH, value_KTH, splash_kernel.SegmentIds(segments_T, segments_T)
-        )
+        ids = splash_kernel.SegmentIds(segments_T, segments_T)
+        mixed_NTH = kernel(query_NTH, key_KTH, value_KTH, ids)
+        assert isinstance(mixed_NTH, Array)  # no residuals were asked for
+        return mixed_NTH
 
     return jax.vmap(row)(query_BNTH, key_BKTH, value_BKTH, segments_BT)

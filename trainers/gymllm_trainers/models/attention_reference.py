@@ -90,11 +90,11 @@ def blocked_attention(
     # [J, B, K, R, H]: one matrix product a key-value head instead of one a query head.
     query = blocks(query_BTNH).reshape(count, batch, block, groups, heads // groups, size)
     query = query.transpose(0, 1, 3, 4, 2, 5).reshape(count, batch, groups, -1, size)
-    key, value = (blocks(x).swapaxes(2, 3) for x in (key_BTKH, value_BTKH))
+    key, value = blocks(key_BTKH).swapaxes(2, 3), blocks(value_BTKH).swapaxes(2, 3)
     window = None if window is None else jnp.asarray(window, jnp.int32)
     segments = blocks(segments_BT)
     where = _Where(segments, _first_blocks(segments, window), window)
-    mixed = _attend(_Static(scale, softcap, block), query, key, value, where)
+    mixed: Array = _attend(_Static(scale, softcap, block), query, key, value, where)
     mixed = mixed.reshape(count, batch, groups, heads // groups, block, size)
     mixed = mixed.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, heads, size)
     return mixed[:, :tokens]
@@ -185,9 +185,10 @@ def _backward(static: _Static, saved: _Saved, cotangent: Array) -> tuple[Array, 
     wide = cotangent.astype(jnp.float32) * mixed.astype(jnp.float32)
     # Sum over keys of share * d share: the softmax's own term.
     delta_JBKR = jnp.sum(wide, axis=-1)
-    Gradients = tuple[Array, Array]
 
-    def block(carry: Gradients, inputs: tuple[Array, ...]) -> tuple[Gradients, Array]:
+    def block(
+        carry: tuple[Array, Array], inputs: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], Array]:
         query_BKRH, cotangent_BKRH, logsumexp_BKR, delta_BKR, own, first = inputs
 
         def step(other: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
