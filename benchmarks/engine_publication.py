@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from table import Table
 
 from gymllm.engine import GenerateRequest, Generation, SamplingParams
 from gymllm_trainers.engine import EngineConfig, JaxEngine
-from gymllm_trainers.models import LoadedModel, load_model
+from gymllm_trainers.models import Decoder, load_model
 from gymllm_trainers.models.decoder import LoRAParam
 
 REQUESTS, PROMPT, LOOK_S = 8, 32, 0.0005
@@ -75,14 +75,24 @@ def publication_rows(table: Table, model: str, *, quick: bool) -> None:
     """Rows of the pause and of what is lost: full weights, and LoRA."""
     loaded = load_model(model)
     new, publications = (48, 4) if quick else (192, 12)
-    for what, adapters in (("full weights", False), ("LoRA of rank 16", True)):
-        asyncio.run(_publications(table, loaded, what, adapters, new, publications))
+    for adapters in (False, True):
+        decoder = loaded.decoder()
+        asyncio.run(
+            publish_to(table, decoder, adapters=adapters, new=new, publications=publications)
+        )
 
 
-async def _publications(
-    table: Table, model: LoadedModel, what: str, adapters: bool, new: int, publications: int
+async def publish_to(
+    table: Table,
+    decoder: Decoder,
+    *,
+    adapters: bool,
+    new: int,
+    publications: int,
+    cache_dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> None:
-    decoder = model.decoder()
+    """Rows of one decoder's publications: all its weights, or adapters that are added to it."""
+    what = "LoRA of rank 16" if adapters else "full weights"
     if adapters:
         decoder.add_adapters(rank=16, alpha=32.0, rngs=nnx.Rngs(0))
     state = nnx.state(decoder, LoRAParam if adapters else nnx.Param)
@@ -90,7 +100,7 @@ async def _publications(
     other = jax.block_until_ready(jax.tree.map(lambda leaf: leaf * 1.001, state))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     table.add(f"publication, {what}: size", size / 1e6, "MB")
-    config = EngineConfig(slots=REQUESTS, context_length=256)
+    config = EngineConfig(slots=REQUESTS, context_length=256, cache_dtype=cache_dtype)
     async with serving(decoder, config) as engine:
         await _measure(table, what, engine, [state, other], new, publications)
 

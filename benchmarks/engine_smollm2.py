@@ -125,7 +125,8 @@ class _Measuring:
         limits: Limits,
         peers: Peers,
     ) -> None:
-        self._table, self._model, self._dtype = table, model, dtype
+        self._table, self._model = table, model
+        self._dtype: Literal["float32", "bfloat16"] = dtype
         self._limits, self._peers = limits, peers
         self._prompts = Prompts(model.config.vocab_size)
 
