@@ -83,6 +83,8 @@ class Device:
         self.required: dict[Request, int] = {}
         self.placed: dict[Request, tuple[int, int]] = {}
         """When each request got its first page: after how many pre-emptions, and at which version."""
+        self.tables: dict[Request, tuple[list[int], list[int]]] = {}
+        """Each request's list of pages, and what was in it."""
         self.ended: list[Request] = []
         self.alive: list[Request] = []
 
@@ -111,6 +113,10 @@ class Device:
                 self.placed[one] = (one.preemptions, self.version)
         if step is not None:
             self.launch(step)
+        for one in self.alive:
+            pages, before = self.tables.get(one, (one.pages, []))
+            assert one.pages is not pages or pages[: len(before)] == before, "a list only grows"
+            self.tables[one] = (one.pages, list(one.pages))
         between()
         while len(self.queue) > (1 if self.ahead and step is not None else 0):
             self.complete()
@@ -593,6 +599,7 @@ def test_the_preempted_computes_again_under_new_weights_where_that_is_wanted() -
     while not second.preemptions:
         device.turn()
     assert device.scheduler.waiting == 1
+    device.cancel(first)
     device.publish(1, recompute=True)
     device.run()  # the device checks that nothing older is read
     assert second.ids == expected(range(50, 67), 20)
