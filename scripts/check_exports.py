@@ -1,8 +1,8 @@
 """Compares what transformers and PEFT compute from the folders that we write with what we compute.
 
 For every tiny checkpoint of tests/trainers/fixtures: the model in float32 and bfloat16, in one file and in
-shards, adapters beside it, and the model with the adapters merged. Run it where gymllm is installed, with another
-Python that has torch, transformers and peft (scripts/make_peft_fixture.py says how to get one):
+shards, adapters beside it, and the model with the adapters merged. Run it where gymllm is installed, with a
+second Python that has torch, transformers and peft (scripts/make_peft_fixture.py says how to get one):
 
     python scripts/check_exports.py --judge .venv-transformers/bin/python
 
