@@ -1,9 +1,9 @@
-"""Attention over the paged cache, against a dense reference in NumPy."""
+"""Attention over the paged cache, by XLA and by our kernels, against a dense reference in NumPy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from gymllm_trainers.engine import kernels
 from gymllm_trainers.engine import paged_attention as xla
 from gymllm_trainers.engine.paged_attention import PagedCache, copy_pages, new_cache
 from gymllm_trainers.models import DecoderConfig
@@ -18,8 +19,36 @@ from gymllm_trainers.models import DecoderConfig
 Floats = npt.NDArray[np.float32]
 LAYERS, GROUPS, HEADS, SIZE = 2, 2, 6, 8
 SCALE = SIZE**-0.5
-ATTEND = jax.jit(xla.paged_attention, static_argnames=("scale", "softcap"))
-WRITE = jax.jit(xla.write_pages, donate_argnums=0)
+STATIC = ("scale", "softcap")
+
+
+class Implementation(NamedTuple):
+    """Both functions, jitted once for all tests."""
+
+    name: str
+    attend: Any
+    write: Any
+
+
+XLA = Implementation(
+    "xla",
+    jax.jit(xla.paged_attention, static_argnames=STATIC),
+    jax.jit(xla.write_pages, donate_argnums=0),
+)
+
+
+@pytest.fixture(scope="module", params=["xla", "kernels"])
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    if request.param == "xla":
+        return XLA
+    loaded = kernels.load()
+    if loaded is None:
+        pytest.skip(str(kernels.unavailable()))
+    return Implementation(
+        "kernels",
+        jax.jit(loaded.paged_attention, static_argnames=STATIC),
+        jax.jit(loaded.write_pages, donate_argnums=0),
+    )
 
 
 def dense(
@@ -43,6 +72,7 @@ def dense(
 class Rows:
     """Conversations whose keys and values are spread over a cache's pages."""
 
+    implementation: Implementation
     cache: PagedCache
     table_BM: npt.NDArray[np.int32]
     lengths: list[int]
@@ -65,7 +95,7 @@ class Rows:
             query[row, :count] = self.queries[row][start : start + count]
         start, count = (np.array(part, np.int32) for part in zip(*spans, strict=True))
         dtype = jnp.bfloat16 if self.cache.key.dtype == jnp.bfloat16 else jnp.float32
-        out = ATTEND(
+        out = self.implementation.attend(
             jnp.asarray(query).astype(dtype),
             self.cache,
             jnp.int32(1),
@@ -88,10 +118,14 @@ class Rows:
 
 
 def make_rows(
-    lengths: list[int], *, page_size: int = 4, dtype: str = "float32", seed: int = 0
+    implementation: Implementation,
+    lengths: list[int],
+    *,
+    page_size: int = 4,
+    dtype: str = "float32",
 ) -> Rows:
     """Writes random conversations to shuffled pages, one layer at a time; free pages are all NaN."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     needed = [-(-length // page_size) for length in lengths]
     pages = sum(needed) + 3
     order = iter(rng.permutation(np.arange(1, pages)).astype(np.int32))
@@ -119,14 +153,16 @@ def make_rows(
             np.concatenate([*part, np.full((2, GROUPS, SIZE), np.inf, np.float32)]) * factor
             for part in (keys, values)
         )
-        cache = WRITE(cache, jnp.int32(layer), key, value, slot)
-    return Rows(cache, table, lengths, queries, keys, values)
+        cache = implementation.write(cache, jnp.int32(layer), key, value, slot)
+    return Rows(implementation, cache, table, lengths, queries, keys, values)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 1.5), (70, 3.0)])
-def test_attention_equals_dense(dtype: str, window: int, softcap: float) -> None:
-    rows = make_rows([3, 150, 41, 300], dtype=dtype)
+def test_attention_equals_dense(
+    implementation: Implementation, dtype: str, window: int, softcap: float
+) -> None:
+    rows = make_rows(implementation, [3, 150, 41, 300], dtype=dtype)
     spans = [(0, 3), (145, 5), (40, 1), (297, 3)]
     out = rows.attend(spans, 5, window=window or None, softcap=softcap or None)
     for row, (start, count) in enumerate(spans):
@@ -135,9 +171,9 @@ def test_attention_equals_dense(dtype: str, window: int, softcap: float) -> None
         np.testing.assert_allclose(out[row, :count], expected, rtol=tolerance, atol=tolerance)
 
 
-def test_window_reaches_across_first_blocks() -> None:
+def test_window_reaches_across_first_blocks(implementation: Implementation) -> None:
     # The loop starts past the first block; the window's edge is inside a page.
-    rows = make_rows([700, 650], page_size=16)
+    rows = make_rows(implementation, [700, 650], page_size=16)
     spans = [(690, 10), (648, 2)]
     for window in (1, 37, 300):
         out = rows.attend(spans, 10, window=window)
@@ -147,23 +183,27 @@ def test_window_reaches_across_first_blocks() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 200])
-def test_any_page_size(page_size: int) -> None:
-    rows = make_rows([131, 7], page_size=page_size)
+def test_any_page_size(implementation: Implementation, page_size: int) -> None:
+    rows = make_rows(implementation, [131, 7], page_size=page_size)
     out = rows.attend([(128, 3), (4, 3)], 3)
     np.testing.assert_allclose(out[0], rows.expected(0, 128, 3), rtol=3e-6, atol=3e-6)
     np.testing.assert_allclose(out[1], rows.expected(1, 4, 3), rtol=3e-6, atol=3e-6)
 
 
-def test_prompt_in_blocks_equals_prompt_at_once() -> None:
-    rows = make_rows([160])
+def test_prompt_in_blocks_equals_prompt_at_once(implementation: Implementation) -> None:
+    rows = make_rows(implementation, [160])
     whole = rows.attend([(0, 160)], 160)
     for start in range(0, 160, 32):
         part = rows.attend([(start, 32)], 32)
         np.testing.assert_allclose(part[0], whole[0, start : start + 32], rtol=2e-6, atol=2e-6)
+    if implementation.name == "kernels":
+        for start, count in ((96, 32), (130, 7), (159, 1)):
+            part = rows.attend([(start, count)], count)
+            assert np.array_equal(part[0], whole[0, start : start + count])
 
 
-def test_padding_comes_out_zero() -> None:
-    rows = make_rows([9, 12])
+def test_padding_comes_out_zero(implementation: Implementation) -> None:
+    rows = make_rows(implementation, [9, 12])
     out = rows.attend([(6, 3), (0, 0)], 5)
     assert not out[0, 3:].any()
     assert not out[1].any()
@@ -172,8 +212,10 @@ def test_padding_comes_out_zero() -> None:
 
 @pytest.mark.parametrize("window", [None, 140])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_row_is_bit_identical_whatever_the_others_are(dtype: str, window: int | None) -> None:
-    rows = make_rows([30, 150, 900, 16], dtype=dtype, page_size=16)
+def test_row_is_bit_identical_whatever_the_others_are(
+    implementation: Implementation, dtype: str, window: int | None
+) -> None:
+    rows = make_rows(implementation, [30, 150, 900, 16], dtype=dtype, page_size=16)
     spans = [(28, 2), (148, 2), (898, 2), (14, 2)]
     together = rows.attend(spans, 2, window=window)
     for row in range(len(spans)):
@@ -186,7 +228,7 @@ def test_row_is_bit_identical_whatever_the_others_are(dtype: str, window: int | 
 
 
 def test_copied_pages_are_read_before_they_are_written() -> None:
-    rows = make_rows([8])
+    rows = make_rows(XLA, [8])
     first, second = rows.table_BM[0, :2]
     before = np.asarray(rows.cache.key)
     source, target = np.array([first, second, 0], np.int32), np.array([second, first, 0], np.int32)
@@ -195,7 +237,7 @@ def test_copied_pages_are_read_before_they_are_written() -> None:
     np.testing.assert_array_equal(copied[:, first], before[:, second])
 
 
-def test_layer_scan_updates_the_cache_in_place() -> None:
+def test_layer_scan_updates_the_cache_in_place(implementation: Implementation) -> None:
     config = DecoderConfig(
         vocab_size=8,
         hidden_size=8,
@@ -216,8 +258,8 @@ def test_layer_scan_updates_the_cache_in_place() -> None:
             carry: tuple[jax.Array, PagedCache], at: jax.Array
         ) -> tuple[tuple[jax.Array, PagedCache], None]:
             query, cache = carry
-            cache = xla.write_pages(cache, at, key, key, slot)
-            mixed = xla.paged_attention(query, cache, at, table, start, count, scale=SCALE)
+            cache = implementation.write(cache, at, key, key, slot)
+            mixed = implementation.attend(query, cache, at, table, start, count, scale=SCALE)
             return (query + mixed, cache), None
 
         (query, cache), _ = jax.lax.scan(layer, (query, cache), jnp.arange(LAYERS))

@@ -1,0 +1,358 @@
+// The paged cache: new keys and values are written to it, and queries attend to the pages of their rows.
+//
+// Keys are taken in blocks of BLOCK, from a position that BLOCK divides, so a query's softmax is taken
+// online over the same blocks whatever stands beside it: one query or a whole prompt, whatever the other
+// rows are. Key-value heads are independent; the queries of all heads that share one go by together.
+
+#include "common.h"
+
+#include <float.h>
+
+#define BLOCK 64
+#define GROUPS (BLOCK / LANES)
+// Queries (of all heads that share a key-value head) that go by together.
+#define MOST_QUERIES 64
+#define HIDDEN -1e30f
+
+typedef struct {
+  const void *query;       // [B, C, N, H]
+  const char *key, *value; // the layer's [P, K, S, H]
+  void *out;               // [B, C, N, H]
+  const int32_t *table, *start, *count;
+  long rows, queries, heads, size, padded;  // H, and H in whole vectors
+  long groups, pages, page_size, table_pages;
+  long shared;  // N / K
+  long parts;   // a row's queries are cut into
+  long part_queries;
+  bool half_query, half_cache;
+  float scale, softcap;
+  int64_t window;  // 0: none
+} Attention;
+
+// e^x for x <= 0, to 2 units in the last place: 2^n times a polynomial (Cephes' expf).
+INLINE Floats exponential(Floats x) {
+  x = larger(x, splat(-87.0f));
+  const Floats rounder = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats shifted = x * splat(1.44269504f) + rounder;
+  const Floats whole = shifted - rounder;
+  const Floats rest = (x - whole * splat(0.693359375f)) - whole * splat(-2.12194440e-4f);
+  Floats sum = splat(1.9875691500e-4f);
+  sum = sum * rest + splat(1.3981999507e-3f);
+  sum = sum * rest + splat(8.3334519073e-3f);
+  sum = sum * rest + splat(4.1665795894e-2f);
+  sum = sum * rest + splat(1.6666665459e-1f);
+  sum = sum * rest + splat(5.0000001201e-1f);
+  sum = sum * (rest * rest) + (rest + splat(1.0f));
+  const Ints power = ((Ints)shifted - (Ints)rounder + 127) << 23;
+  return sum * (Floats)power;
+}
+
+INLINE Floats hyperbolic_tangent(Floats x) {
+  const Ints sign = (Ints)x & INT32_MIN;
+  const Floats small = exponential((Floats)((Ints)(x + x) | INT32_MIN));
+  return (Floats)((Ints)((splat(1.0f) - small) / (splat(1.0f) + small)) | sign);
+}
+
+// sums[at][0] + sums[at][1] + ... in lane `at`.
+INLINE Floats add_across(const Floats sums[LANES]) {
+#if LANES == 16
+  __m512 a[8], b[4], c[2];
+  UNROLL for (int at = 0; at < 8; at++) {
+    const __m512 first = (__m512)sums[at], second = (__m512)sums[at + 8];
+    a[at] = _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x44), _mm512_shuffle_f32x4(first, second, 0xee));
+  }
+  // a[at]: eight lanes of sum `at`, eight of sum `at + 8`.
+  UNROLL for (int at = 0; at < 4; at++)
+    b[at] = _mm512_add_ps(_mm512_shuffle_f32x4(a[at], a[at + 4], 0x88), _mm512_shuffle_f32x4(a[at], a[at + 4], 0xdd));
+  // b[at]: four lanes each of sums at, at + 8, at + 4, at + 12.
+  UNROLL for (int at = 0; at < 2; at++)
+    c[at] = _mm512_add_ps(_mm512_unpacklo_ps(b[at], b[at + 2]), _mm512_unpackhi_ps(b[at], b[at + 2]));
+  // c[at]: in each quarter, lanes 0 and 2 of sum `at`, 1 and 3 of sum `at + 2`.
+  const __m512 all = _mm512_add_ps(_mm512_unpacklo_ps(c[0], c[1]), _mm512_unpackhi_ps(c[0], c[1]));
+  return (Floats)_mm512_shuffle_f32x4(all, all, 0xd8);
+#else
+  Floats out;
+  for (int at = 0; at < LANES; at++) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += sums[at][lane];
+    out[at] = sum;
+  }
+  return out;
+#endif
+}
+
+INLINE float largest(Floats numbers) {
+  float most = numbers[0];
+  for (int lane = 1; lane < LANES; lane++) most = numbers[lane] > most ? numbers[lane] : most;
+  return most;
+}
+
+INLINE float add_lanes(Floats numbers) {
+  float sum = 0;
+  for (int lane = 0; lane < LANES; lane++) sum += numbers[lane];
+  return sum;
+}
+
+INLINE void read_row(const void *from, bool half, long size, long padded, float *to) {
+  long at = 0;
+  if (half)
+    for (; at + LANES <= size; at += LANES) store(to + at, load_bfloat16((const uint16_t *)from + at));
+  else
+    for (; at + LANES <= size; at += LANES) store(to + at, load((const float *)from + at));
+  for (; at < size; at++) to[at] = half ? from_bfloat16(((const uint16_t *)from)[at]) : ((const float *)from)[at];
+  for (; at < padded; at++) to[at] = 0;
+}
+
+// Scores of one query with the keys of a block.
+INLINE void score_keys(const float *query, const float *const *keys, const long vectors, Floats *scores) {
+  for (int group = 0; group < GROUPS; group++) {
+    Floats sums[LANES];
+    UNROLL for (int at = 0; at < LANES; at++) sums[at] = splat(0);
+    for (long vector = 0; vector < vectors; vector++) {
+      const Floats part = load(query + vector * LANES);
+      UNROLL for (int at = 0; at < LANES; at++)
+        sums[at] += part * load(keys[group * LANES + at] + vector * LANES);
+    }
+    scores[group] = add_across(sums);
+  }
+}
+
+// Adds shares[q][j] * values[j] to mixed[q], for a few queries and one stretch of a head.
+INLINE void mix_values(const int queries, const int vectors, float *const *mixed, const float *const *shares,
+                       const float *const *values, int first, int last) {
+  Floats sums[4][4];
+  UNROLL for (int query = 0; query < queries; query++)
+    UNROLL for (int vector = 0; vector < vectors; vector++) sums[query][vector] = load(mixed[query] + vector * LANES);
+  for (int at = first; at < last; at++)
+    UNROLL for (int vector = 0; vector < vectors; vector++) {
+      const Floats value = load(values[at] + vector * LANES);
+      UNROLL for (int query = 0; query < queries; query++) sums[query][vector] += value * splat(shares[query][at]);
+    }
+  UNROLL for (int query = 0; query < queries; query++)
+    UNROLL for (int vector = 0; vector < vectors; vector++) store(mixed[query] + vector * LANES, sums[query][vector]);
+}
+
+static void mix_block(const Attention *all, int queries, float *mixed, const float *shares, const float *const *values,
+                      int first, int last) {
+  const float *moved[BLOCK];
+  for (long from = 0; from < all->padded; from += 4 * LANES) {
+    const int vectors = all->padded - from >= 4 * LANES ? 4 : (int)((all->padded - from) / LANES);
+    for (int at = first; at < last; at++) moved[at] = values[at] + from;
+    for (int query = 0; query < queries;) {
+      float *to[4];
+      const float *share[4];
+      const int count = vectors < 4 ? 1 : queries - query >= 4 ? 4 : queries - query;
+      for (int at = 0; at < count; at++) {
+        to[at] = mixed + (query + at) * all->padded + from;
+        share[at] = shares + (query + at) * BLOCK;
+      }
+      if (vectors == 4) {
+        if (count == 4) mix_values(4, 4, to, share, moved, first, last);
+        else if (count == 3) mix_values(3, 4, to, share, moved, first, last);
+        else if (count == 2) mix_values(2, 4, to, share, moved, first, last);
+        else mix_values(1, 4, to, share, moved, first, last);
+      } else {
+        for (int vector = 0; vector < vectors; vector++) {
+          float *one[1] = {to[0] + vector * LANES};
+          const float *part[BLOCK];
+          for (int at = first; at < last; at++) part[at] = moved[at] + vector * LANES;
+          mix_values(1, 1, one, share, part, first, last);
+        }
+      }
+      query += count;
+    }
+  }
+}
+
+// One row, one key-value head, some of its queries.
+static void attend_unit(const void *data, int unit) {
+  const Attention *all = data;
+  const long part = unit % all->parts, group = unit / all->parts % all->groups, row = unit / all->parts / all->groups;
+  const long from = part * all->part_queries, padded = all->padded, size = all->size, shared = all->shared;
+  const long number_bytes = all->half_query ? 2 : 4, cache_bytes = all->half_cache ? 2 : 4;
+  long end = from + all->part_queries < all->queries ? from + all->part_queries : all->queries;
+  const long count = all->count[row] < end ? all->count[row] : end;
+  for (long query = count > from ? count : from; query < end; query++) {
+    const long at = ((row * all->queries + query) * all->heads + group * shared) * size;
+    memset((char *)all->out + at * number_bytes, 0, shared * size * number_bytes);
+  }
+  if (count <= from) return;
+  const int queries = (int)((count - from) * shared);
+  const int64_t start = all->start[row];
+  float *memory = scratch((2 * queries * padded + queries * BLOCK + (2 * BLOCK + 1) * padded + LANES * queries) * 4);
+  if (!memory) return;
+  float *query = memory, *mixed = query + queries * padded, *shares = mixed + queries * padded;
+  float *totals = shares + queries * BLOCK, *zeros = totals + LANES * queries;
+  float *key_copies = zeros + padded, *value_copies = key_copies + BLOCK * padded;
+  float most[queries];
+  memset(zeros, 0, padded * 4);
+  memset(mixed, 0, queries * padded * 4);
+  memset(totals, 0, queries * LANES * 4);
+  for (int at = 0; at < queries; at++) {
+    const long index = ((row * all->queries + from + at / shared) * all->heads + group * shared + at % shared) * size;
+    read_row((const char *)all->query + index * number_bytes, all->half_query, size, padded, query + at * padded);
+    for (long number = 0; number < size; number++) query[at * padded + number] *= all->scale;
+    most[at] = HIDDEN;
+  }
+  const int64_t final = start + count, sees = all->window ? start + from - all->window + 1 : 0;
+  const bool copied = all->half_cache || size != padded;
+  const int32_t *table = all->table + row * all->table_pages;
+  const float *keys[BLOCK], *values[BLOCK];
+  for (int64_t block = (sees > 0 ? sees : 0) / BLOCK * BLOCK; block < final; block += BLOCK) {
+    const int first = sees > block ? (int)(sees - block) : 0, last = final - block < BLOCK ? (int)(final - block) : BLOCK;
+    // What is not seen is not read: another's page may hold anything.
+    for (int at = 0; at < first; at++) keys[at] = zeros;
+    for (int at = last; at < BLOCK; at++) keys[at] = zeros;
+    for (int at = first; at < last;) {
+      const long page = table[(block + at) / all->page_size], offset = (block + at) % all->page_size;
+      const long stop = all->page_size - offset < last - at ? all->page_size - offset : last - at;
+      const long index = ((page * all->groups + group) * all->page_size + offset) * size * cache_bytes;
+      const bool there = page >= 0 && page < all->pages;
+      // The page one block further, so that memory is never idle.
+      const int64_t later = (block + at + BLOCK) / all->page_size;
+      if (block + at + BLOCK < final && table[later] >= 0 && table[later] < all->pages) {
+        const long next = (table[later] * all->groups + group) * all->page_size * size * cache_bytes;
+        for (long byte = 0; byte < stop * size * cache_bytes; byte += 64) {
+          __builtin_prefetch(all->key + next + byte, 0, 2);
+          __builtin_prefetch(all->value + next + byte, 0, 2);
+        }
+      }
+      for (long other = 0; other < stop; other++, at++) {
+        const char *key = all->key + index + other * size * cache_bytes;
+        const char *value = all->value + index + other * size * cache_bytes;
+        keys[at] = there ? (const float *)key : zeros;
+        values[at] = there ? (const float *)value : zeros;
+        if (copied && there) {
+          read_row(key, all->half_cache, size, padded, key_copies + at * padded);
+          read_row(value, all->half_cache, size, padded, value_copies + at * padded);
+          keys[at] = key_copies + at * padded;
+          values[at] = value_copies + at * padded;
+        }
+      }
+    }
+    for (int at = 0; at < queries; at++) {
+      Floats scores[GROUPS];
+      if (padded == 4 * LANES) score_keys(query + at * padded, keys, 4, scores);
+      else score_keys(query + at * padded, keys, padded / LANES, scores);
+      const int64_t position = start + from + at / shared - block;
+      // Keys low .. high of the block are seen.
+      const int high = position < BLOCK ? (int)position : BLOCK - 1;
+      const int low = all->window && position - all->window + 1 > 0
+                          ? (int)(position - all->window + 1 < BLOCK ? position - all->window + 1 : BLOCK)
+                          : 0;
+      Ints seen[GROUPS];
+      Floats highest = splat(HIDDEN);
+      for (int vector = 0; vector < GROUPS; vector++) {
+        Ints there;
+        for (int lane = 0; lane < LANES; lane++) there[lane] = vector * LANES + lane;
+        seen[vector] = (Ints)((there >= low) & (there <= high));
+        if (all->softcap > 0) scores[vector] = splat(all->softcap) * hyperbolic_tangent(scores[vector] / all->softcap);
+        scores[vector] = choose(seen[vector], scores[vector], splat(HIDDEN));
+        highest = larger(highest, scores[vector]);
+      }
+      const float before = most[at], now = largest(highest) > before ? largest(highest) : before;
+      most[at] = now;
+      Floats total = load(totals + at * LANES);
+      if (now > before) {
+        const Floats keep = exponential(splat(before - now));
+        total *= keep;
+        for (long number = 0; number < padded; number += LANES)
+          store(mixed + at * padded + number, load(mixed + at * padded + number) * keep);
+      }
+      for (int vector = 0; vector < GROUPS; vector++) {
+        const Floats share = choose(seen[vector], exponential(scores[vector] - splat(now)), splat(0));
+        total += share;
+        store(shares + at * BLOCK + vector * LANES, share);
+      }
+      store(totals + at * LANES, total);
+    }
+    mix_block(all, queries, mixed, shares, values, first, last);
+  }
+  for (int at = 0; at < queries; at++) {
+    const long index = ((row * all->queries + from + at / shared) * all->heads + group * shared + at % shared) * size;
+    const float total = add_lanes(load(totals + at * LANES));
+    for (long number = 0; number < size; number++) {
+      const float share = mixed[at * padded + number] / total;
+      if (all->half_query) ((uint16_t *)all->out)[index + number] = to_bfloat16(share);
+      else ((float *)all->out)[index + number] = share;
+    }
+  }
+}
+
+// Arguments: query [B, C, N, H], key and value [L, P, K, S, H], layer [], table [B, M], start [B], count [B],
+// window [] (0: none). Attributes: scale, softcap (0: none). Result: [B, C, N, H].
+XLA_FFI_Error *gymllm_paged_attention(XLA_FFI_CallFrame *frame) {
+  if (answer_metadata(frame)) return NULL;
+  const XLA_FFI_Buffer *query = argument(frame, 0), *key = argument(frame, 1), *value = argument(frame, 2);
+  const XLA_FFI_Buffer *table = argument(frame, 4);
+  Attention all = {.query = query->data,
+                   .out = result(frame, 0)->data,
+                   .table = table->data,
+                   .start = argument(frame, 5)->data,
+                   .count = argument(frame, 6)->data,
+                   .rows = query->dims[0],
+                   .queries = query->dims[1],
+                   .heads = query->dims[2],
+                   .size = query->dims[3],
+                   .pages = key->dims[1],
+                   .groups = key->dims[2],
+                   .page_size = key->dims[3],
+                   .table_pages = table->dims[1],
+                   .half_query = query->dtype == XLA_FFI_DataType_BF16,
+                   .half_cache = key->dtype == XLA_FFI_DataType_BF16,
+                   .window = *(const int32_t *)argument(frame, 7)->data,
+                   .scale = get_float(frame, "scale"),
+                   .softcap = get_float(frame, "softcap")};
+  const int64_t layer = *(const int32_t *)argument(frame, 3)->data;
+  if (layer < 0 || layer >= key->dims[0]) return fail(frame, "There is no such layer.");
+  const int64_t layer_bytes = all.pages * all.groups * all.page_size * all.size * (all.half_cache ? 2 : 4);
+  all.key = (const char *)key->data + layer * layer_bytes;
+  all.value = (const char *)value->data + layer * layer_bytes;
+  all.padded = (all.size + LANES - 1) / LANES * LANES;
+  all.shared = all.heads / all.groups;
+  all.part_queries = MOST_QUERIES / all.shared > 0 ? MOST_QUERIES / all.shared : 1;
+  all.parts = (all.queries + all.part_queries - 1) / all.part_queries;
+  int64_t read = 0;
+  for (long row = 0; row < all.rows; row++) {
+    if (all.count[row] < 0 || all.count[row] > all.queries || all.start[row] < 0 ||
+        (all.count[row] && (int64_t)all.start[row] + all.count[row] > all.table_pages * all.page_size))
+      return fail(frame, "A row's queries are not within its page table.");
+    if (all.count[row]) read += (all.start[row] + all.count[row]) * (1 + all.count[row] / 4);
+  }
+  const int threads = read * all.heads * all.size > WORTH_SHARING ? count_threads(frame) : 1;
+  run_parallel(frame, threads, (int)(all.rows * all.groups * all.parts), attend_unit, &all);
+  return NULL;
+}
+
+// Arguments: key and value [L, P, K, S, H] (the results, in place), layer [], new key and value [T, K, H],
+// slot [T].
+XLA_FFI_Error *gymllm_write_pages(XLA_FFI_CallFrame *frame) {
+  if (answer_metadata(frame)) return NULL;
+  const XLA_FFI_Buffer *new_key = argument(frame, 3), *slot = argument(frame, 5);
+  const int64_t layer = *(const int32_t *)argument(frame, 2)->data;
+  const bool half_new = new_key->dtype == XLA_FFI_DataType_BF16;
+  for (int which = 0; which < 2; which++) {
+    const XLA_FFI_Buffer *old = argument(frame, which), *cache = result(frame, which);
+    const bool half = cache->dtype == XLA_FFI_DataType_BF16;
+    const long pages = cache->dims[1], groups = cache->dims[2], page_size = cache->dims[3], size = cache->dims[4];
+    const long bytes = half ? 2 : 4, new_bytes = half_new ? 2 : 4;
+    if (layer < 0 || layer >= cache->dims[0]) return fail(frame, "There is no such layer.");
+    if (old->data != cache->data) memcpy(cache->data, old->data, cache->dims[0] * pages * groups * page_size * size * bytes);
+    const char *fresh = argument(frame, 3 + which)->data;
+    for (long token = 0; token < slot->dims[0]; token++) {
+      const long at = ((const int32_t *)slot->data)[token];
+      if (at < 0 || at >= pages * page_size) return fail(frame, "A slot is not in the cache.");
+      const long page = layer * pages + at / page_size, offset = at % page_size;
+      for (long group = 0; group < groups; group++) {
+        char *to = (char *)cache->data + ((page * groups + group) * page_size + offset) * size * bytes;
+        const char *from = fresh + (token * groups + group) * size * new_bytes;
+        if (half == half_new) memcpy(to, from, size * bytes);
+        else if (half)
+          for (long number = 0; number < size; number++) ((uint16_t *)to)[number] = to_bfloat16(((const float *)from)[number]);
+        else
+          for (long number = 0; number < size; number++) ((float *)to)[number] = from_bfloat16(((const uint16_t *)from)[number]);
+      }
+    }
+  }
+  return NULL;
+}
