@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,7 +147,9 @@ def test_setting_that_we_do_not_compute_is_refused(folder: Path, change: dict) -
 
 def test_other_architecture_is_refused(folder: Path) -> None:
     edit_config(folder, architectures=["GPT2LMHeadModel"])
-    with pytest.raises(ModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, .* and Gemma3ForCausalLM"):
+    with pytest.raises(
+        ModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, .* and Gemma3ForCausalLM"
+    ):
         load_model(folder)
     edit_config(folder, architectures=...)
     with pytest.raises(ModelError, match=r"architectures=None"):
@@ -224,6 +228,124 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelError, match=r"index\.json lacks \"weight_map\""):
         load_model(folder)
+
+
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "tiny_llama", tmp_path / "model"))
+    path = folder / "model-00003-of-00003.safetensors"
+    name = min(load_file(folder / "model-00001-of-00003.safetensors"))
+    save_file(load_file(path) | {name: np.ones(1, np.float32)}, path)
+    with pytest.raises(
+        ModelError, match=rf"both model-00001-\S+ and model-00003-\S+ hold the tensor '{name}'"
+    ):
+        load_model(folder)
+
+
+def test_index_that_names_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "tiny_llama", tmp_path / "model"))
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    shard = places["model.norm.weight"]
+    index.write_text(json.dumps({"weight_map": places | {"model.extra.weight": shard}}))
+    with pytest.raises(
+        ModelError,
+        match=rf"index\.json says that {shard} holds .*'model\.extra\.weight', and it do",
+    ):
+        load_model(folder)
+    for elsewhere in ("../secret.safetensors", 3):
+        index.write_text(json.dumps({"weight_map": places | {"model.norm.weight": elsewhere}}))
+        with pytest.raises(ModelError, match=r"'model\.norm\.weight' must be in a file beside it"):
+            load_model(folder)
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_values_that_are_not_finite_are_refused(folder: Path, stored: type, value: float) -> None:
+    name = "model.layers.2.self_attn.k_proj.weight"
+
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name] = tensors[name].astype(stored)
+        tensors[name][5, 3] = value
+
+    edit_tensors(folder, spoil)
+    with pytest.raises(
+        ModelError, match=rf"'{name}' holds values that are NaN, or infinite as float32"
+    ):
+        load_model(folder)
+
+
+def test_values_too_large_for_the_asked_dtype_are_refused(folder: Path) -> None:
+    edit_tensors(
+        folder, lambda tensors: tensors["model.norm.weight"].__setitem__(0, np.float32(1e5))
+    )
+    assert load_model(folder).params["norm"][0] == 1e5
+    with (
+        pytest.warns(RuntimeWarning, match="overflow"),
+        pytest.raises(ModelError, match=r"infinite as float16.*needs a wider dtype"),
+    ):
+        load_model(folder, dtype="float16")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells it")
+def test_peak_memory_is_the_model_and_one_parameter(tmp_path: Path) -> None:
+    config = DecoderConfig(
+        vocab_size=320,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=16,
+    )
+    model_bytes, largest_bytes = 4 * config.parameters, 4 * 6 * 512 * 2048
+    folder = shutil.copytree(FIXTURES / "tiny_qwen3", tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(config_to_hub(config, dtype="float32")))
+    # float16 on disk: the file's own pages, which count as memory of who maps it, are half of the model.
+    save_file(
+        {
+            name: np.ones(slot.shape, np.float16)
+            for slot in tensor_slots(config)
+            for name in slot.names
+        },
+        folder / "model.safetensors",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE_PEAK, folder, tmp_path / "copy"],
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    start, loaded, saved = json.loads(done.stdout)
+    file, slack = model_bytes // 2, 16 * 2**20
+    assert loaded - start > model_bytes
+    assert loaded - start < model_bytes + largest_bytes + file + slack
+    # Writing what was read takes no more.
+    assert saved - loaded < slack
+
+
+MEASURE_PEAK = """
+import json, re, sys
+from pathlib import Path
+
+import jax
+from gymllm_trainers.models import load_model, save_model
+
+
+def peak_bytes():
+    # Not `getrusage`: that counts what this process was forked from.
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", status)[1])
+
+
+jax.numpy.zeros(1).block_until_ready()
+peaks = [peak_bytes()]
+model = load_model(sys.argv[1])
+jax.block_until_ready(model.params)
+peaks.append(peak_bytes())
+save_model(sys.argv[2], model.config, model.params, model.tokenizer)
+print(json.dumps([*peaks, peak_bytes()]))
+"""
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, 150_000])
