@@ -243,7 +243,7 @@ def _read_blocks(
                 block[tuple(offsets)] = tensor[tuple(wanted[::-1])].T
             else:
                 block[tuple(offsets)] = tensor[tuple(wanted)]
-            if not _all_finite(block[tuple(offsets)]):
+            if not all_finite(block[tuple(offsets)]):
                 raise ModelError(
                     f"{source.where}: {name!r} holds values that are NaN, or infinite as "
                     f"{target.name}. The checkpoint is damaged, or needs a wider dtype."
@@ -251,7 +251,7 @@ def _read_blocks(
     return blocks
 
 
-def _all_finite(values: np.ndarray) -> bool:
+def all_finite(values: np.ndarray) -> bool:
     """Whether no value is NaN or infinite: none has an exponent of ones only."""
     exponent = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[values.dtype.name]
     bits = values.view(f"u{values.itemsize}")

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -65,33 +66,49 @@ def save_model(
             or the disk refused (full, read-only); then nothing is left behind and what was there
             stays.
     """
+    dtype = _check(config, params)
+    with whole_folder(folder, what="model", marker="config.json", overwrite=overwrite) as partial:
+        _write_weights(partial, config, params, dtype, max_shard_bytes)
+        write_json(partial / "config.json", config_to_hub(config, dtype=dtype))
+        write_json(partial / "generation_config.json", _generation_config(tokenizer))
+        _write_tokenizer(partial, tokenizer)
+
+
+@contextmanager
+def whole_folder(folder: str | Path, *, what: str, marker: str, overwrite: bool) -> Iterator[Path]:
+    """A hidden folder to write into, which becomes `folder` at the end, or else leaves no trace.
+
+    Args:
+        folder: Where to; its parents are made.
+        what: What is written, for messages.
+        marker: A file that a folder has which may be overwritten.
+        overwrite: Replace the folder that is there, once the new one is complete.
+
+    Raises:
+        ModelError: The folder is there already, or the disk refused.
+    """
     target = Path(folder).absolute()
     if target.exists() and not target.is_dir():
-        raise ModelError(f"Can't write a model to {target}: it is a file. Choose another name.")
+        raise ModelError(f"Can't write a {what} to {target}: it is a file. Choose another name.")
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
             raise ModelError(
                 f"{target} is not empty. Choose another folder, or pass overwrite=True."
             )
-        if not (target / "config.json").is_file():
-            raise ModelError(f"{target} holds something else than a model: won't overwrite it.")
-    dtype = _check(config, params)
-
+        if not (target / marker).is_file():
+            raise ModelError(f"{target} holds something else than a {what}: won't overwrite it.")
     partial = target.with_name(f".{target.name}.partial")
     replaced = target.with_name(f".{target.name}.replaced")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_weights(partial, config, params, dtype, max_shard_bytes)
-        _write_json(partial / "config.json", config_to_hub(config, dtype=dtype))
-        _write_json(partial / "generation_config.json", _generation_config(tokenizer))
-        _write_tokenizer(partial, tokenizer)
+        yield partial
         if target.exists():
             target.rename(replaced)
         partial.rename(target)
     except OSError as error:
         raise ModelError(
-            f"Could not write the model to {target} ({error}). Free some space there or choose "
+            f"Could not write the {what} to {target} ({error}). Free some space there or choose "
             "another folder; nothing was left behind."
         ) from error
     finally:
@@ -151,19 +168,25 @@ def _write_weights(
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_safetensors(folder / file, shapes, dtype, tensors)
+        write_safetensors(folder / file, shapes, dtype, tensors)
         weight_map |= dict.fromkeys(shapes, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_safetensors(
+def write_safetensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, tensors: Iterator[np.ndarray]
 ) -> None:
     """Writes the next tensors as one file, each as it comes: `safetensors` wants them all at once.
 
     The format: the header's length (8 bytes, little endian), the header (JSON), the tensors' bytes.
+
+    Args:
+        path: The file.
+        shapes: Name and shape of each tensor.
+        dtype: Of them all, "float32" or "bfloat16".
+        tensors: They come in this order; no more are taken than there are shapes.
     """
     # transformers refuses a file that doesn't say which framework's layout it has.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -192,5 +215,6 @@ def _generation_config(tokenizer: Tokenizer) -> dict[str, object]:
     return {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def write_json(path: Path, content: dict[str, object]) -> None:
+    """Writes one file of settings."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
