@@ -10,9 +10,10 @@ from itertools import pairwise
 
 import pytest
 
-from gymllm_trainers.engine.paged_config import EngineConfig
+from gymllm_trainers.engine.config import EngineConfig
 from gymllm_trainers.engine.pages import Node
-from gymllm_trainers.engine.scheduler import DecodeRow, PrefillBlock, Request, Scheduler, Step
+from gymllm_trainers.engine.requests import DecodeRow, PrefillBlock, Request, Step
+from gymllm_trainers.engine.scheduler import Scheduler
 
 CONFIG = EngineConfig(
     slots=4, context_length=48, small_batch=2, prefill_tokens=(8, 32), page_size=4, reuse_lag=2
@@ -148,7 +149,7 @@ class Device:
             page = tables[one][at // size]
             assert page != 0
             assert writer.setdefault(page, one) is one
-            assert page not in nodes or nodes[page].step == self.scheduler._number
+            assert page not in nodes or nodes[page].step == self.scheduler._placement.step
         for page, one in writer.items():
             for other in self.alive:
                 if other is not one and page in other.pages:
@@ -558,8 +559,9 @@ def test_waiting_for_pages_does_not_search_the_tree_each_step(monkeypatch) -> No
     device.turn()
     device.turn()
     looked: list[Request] = []
-    follow = device.scheduler._follow
-    monkeypatch.setattr(device.scheduler, "_follow", lambda one: (looked.append(one), follow(one)))
+    placement = device.scheduler._placement
+    follow = placement.follow
+    monkeypatch.setattr(placement, "follow", lambda one: (looked.append(one), follow(one)))
     for _ in range(5):
         device.turn()
     assert not looked
