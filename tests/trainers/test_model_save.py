@@ -44,7 +44,7 @@ def same_bits(left: LoadedModel, right: LoadedModel) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_llama"])
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.glob("tiny_*")))
 def test_round_trip_is_bit_exact(tmp_path: Path, name: str, dtype: str) -> None:
     model = load_model(FIXTURES / name, dtype=dtype)
     save(tmp_path / "out" / "model", model)

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
+from safetensors.numpy import load_file
 
 from gymllm.errors import ConfigError, ModelError
 from gymllm_trainers.models import (
@@ -30,6 +31,7 @@ from gymllm_trainers.models import (
     save_model,
 )
 from gymllm_trainers.models.decoder import LoRAParam
+from gymllm_trainers.models.load import read_params
 from gymllm_trainers.models.sharding import (
     MESH_AXES,
     constrain_rows,
@@ -87,11 +89,12 @@ def measure(name: str, sizes: dict[str, int]) -> dict[str, float]:
         "largest_share": largest_share(divided),
     }
     with tempfile.TemporaryDirectory() as folder:
-        save_model(
-            Path(folder) / "m", divided.config, divided.params, divided.tokenizer, overwrite=True
-        )
+        save_model(Path(folder) / "m", divided.config, divided.params, divided.tokenizer)
         written = load_model(Path(folder) / "m")
     results["written"] = largest_difference(written.params, single.params)
+    # Arrays on the host are what GGUF files are read as.
+    arrays = read_params(Arrays(FIXTURES / name), single.config, dtype="float32", mesh=mesh)
+    results["arrays"] = largest_difference(arrays, single.params)
 
     generator = np.random.default_rng(0)
     ids = jnp.array(generator.integers(0, single.config.vocab_size, (8, 12)), jnp.int32)
@@ -105,6 +108,22 @@ def measure(name: str, sizes: dict[str, int]) -> dict[str, float]:
     results["loss"] = abs(float(found[0]) - float(expected[0]))
     results["gradient"] = largest_difference(found[1], expected[1])
     return results
+
+
+class Arrays:
+    """A checkpoint whose tensors are NumPy arrays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = str(folder)
+        self._tensors: dict[str, np.ndarray] = {}
+        for path in folder.glob("*.safetensors"):
+            self._tensors |= load_file(path)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._tensors[name]
 
 
 def with_adapters(model: LoadedModel) -> Decoder:
@@ -155,6 +174,7 @@ def largest_share(model: LoadedModel) -> float:
 
 def check(results: dict[str, float]) -> None:
     assert results["parameters"] == 0
+    assert results["arrays"] == 0
     assert results["written"] == 0
     assert results["loss"] < 1e-5
     assert results["gradient"] < 1e-5
