@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import anyio
 import httpx
@@ -42,8 +43,6 @@ class Server:
     url: str
     client: httpx.Client
     end: Callable[[], None]
-    thread: threading.Thread
-    problems: list[BaseException] = field(default_factory=list)
 
     def post(self, path: str, body: object) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -63,14 +62,9 @@ class Server:
 
     def until(self, condition: Callable[[dict], bool]) -> None:
         """Asks for the server's state until it is as wanted."""
-        with_deadline = threading.Event()
-        timer = threading.Timer(20, with_deadline.set)
-        timer.start()
-        try:
-            while not condition(self.state()):
-                assert not with_deadline.is_set(), self.state()
-        finally:
-            timer.cancel()
+        deadline = time.monotonic() + 30
+        while not condition(state := self.state()):
+            assert time.monotonic() < deadline, state
 
 
 Serving = Callable[..., AbstractContextManager[Server]]
@@ -110,18 +104,20 @@ def serving(
             finally:
                 started.set()
 
-        thread = threading.Thread(target=run, name="server")
+        thread = threading.Thread(target=run, name="server", daemon=True)
         thread.start()
         assert started.wait(60)
         assert not problems, problems
         url = f"http://{host}:{port}"
-        with httpx.Client(base_url=url, timeout=30) as client:
-            yield Server(url=url, client=client, end=ending[0], thread=thread, problems=problems)
+        try:
+            with httpx.Client(base_url=url, timeout=60) as client:
+                yield Server(url=url, client=client, end=ending[0])
+        finally:
             if thread.is_alive():
                 ending[0]()
             thread.join(15)
-            assert not thread.is_alive(), "the server ends"
-            assert not problems, problems
+        assert not thread.is_alive(), "the server ends"
+        assert not problems, problems
 
 
 @pytest.fixture(scope="session")
@@ -178,7 +174,7 @@ class ScriptedServed:
             return reply(prompt)
 
         self._scripted = ScriptedEngine(answer, tokenizer, context_length=2048)
-        self.context_length, self.version = 2048, 0
+        self.context_length, self.version, self.closed = 2048, 0, False
         self.ready = threading.Event()
         self.ready.set()
 

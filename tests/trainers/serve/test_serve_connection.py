@@ -68,7 +68,7 @@ def test_more_than_the_queue_holds_is_refused_for_a_while(make_server) -> None:
                 assert int(response.headers["Retry-After"]) >= 1
                 assert response.json()["error"]["code"] == "queue_full"
                 too_many = server.refused("/v1/completions", {"prompt": "a", "n": 5})
-                assert "more than the 4" in too_many["message"]
+                assert "at most 4" in too_many["message"]
                 server.ok("/continue_generation", {})
                 assert len(held.result()) == 3
             server.ok("/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 1})
@@ -106,6 +106,16 @@ def test_the_key_is_asked_for_and_never_shown(make_server, capfd, caplog) -> Non
     shown = capfd.readouterr()
     assert key not in shown.out + shown.err + caplog.text
     assert key not in repr(load_settings(["--model", "tiny", "--api-key", key]))
+
+
+def test_web_pages_are_refused_without_a_key(make_server) -> None:
+    page = {"Origin": "http://somewhere.example"}
+    with make_server() as server:
+        response = server.client.post("/flush_cache", headers=page)
+        assert response.status_code == 403
+    with make_server(api_key="k") as server:
+        both = {**page, "Authorization": "Bearer k"}
+        assert server.client.post("/flush_cache", headers=both).status_code == 200
 
 
 def test_what_runs_when_the_server_ends_gets_an_error(make_server) -> None:

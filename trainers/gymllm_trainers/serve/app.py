@@ -45,7 +45,8 @@ def make_app(
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(request: Request) -> Response:
-        if service.running.ending or not service.engine.ready.is_set():
+        engine = service.engine
+        if service.running.ending or engine.closed or not engine.ready.is_set():
             return refusal_response(RefusedError(503, "not ready.", code="unavailable"))
         return Response()
 

@@ -89,14 +89,14 @@ def answers(
 
     Args:
         handler: Answers; an `EventStream` where it goes on.
-        api_key: What the client must have; empty: nothing.
+        api_key: What the client must have; empty: nothing, but web pages are refused.
         most_bytes: Longest body.
         outlives_client: Whether the work goes on when the client vanishes.
     """
 
     async def endpoint(request: Request) -> Response:
         try:
-            check_key(request, api_key)
+            check_client(request, api_key)
             data = await _read_body(request, most_bytes)
             body = parse_object(data) if data.strip() else {}
             if outlives_client:
@@ -118,13 +118,20 @@ def refusal_response(error: Exception) -> Response:
     )
 
 
-def check_key(request: Request, api_key: str) -> None:
-    """Lets those in who have the key.
+def check_client(request: Request, api_key: str) -> None:
+    """Lets those in who have the key; where there is none, everybody but web pages.
+
+    A page in somebody's browser may send a request to any address the browser reaches, this machine's own
+    among them, and it can't help saying so (`Origin`).
 
     Raises:
-        RefusedError: The client has none, or another.
+        RefusedError: The client has no key, or another, or is a page.
     """
     if not api_key:
+        if "origin" in request.headers:
+            raise RefusedError(
+                403, "a server without a key takes no requests of web pages; start it with a key."
+            )
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     right = hmac.compare_digest(given.strip().encode(), api_key.encode())

@@ -110,19 +110,19 @@ def listening(host: str, port: int) -> Generator[socket.socket]:
     Raises:
         ConfigError: The address can't be used.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"can't listen on {host} port {port} ({error.strerror}). Choose another --port or --host; "
-            "--port 0 takes a free one."
-        ) from error
-    with listener:
+    with contextlib.ExitStack() as stack:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"can't listen on {host} port {port} ({error.strerror}). Choose another --port or "
+                "--host; --port 0 takes a free one."
+            ) from error
         yield listener
 
 

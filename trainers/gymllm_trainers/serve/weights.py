@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import final
 
 import anyio
@@ -35,7 +36,7 @@ class Weights:
         """Reads a folder and publishes what is in it.
 
         Args:
-            path: As `load_model` takes it.
+            path: A model folder, or a .gguf file.
             name: What clients call the new weights; None: their number.
             clears_cache: Whether keys and values that no request is using are forgotten.
 
@@ -58,6 +59,8 @@ class Weights:
         return self._service.version_name(version)
 
     def _publish(self, path: str, version: int) -> None:
+        if not Path(path).exists():  # `load_model` would take it for a hub name, and download
+            raise ModelError(f"there is no such file or folder as {path} on the server's disk.")
         model = load_model(path, dtype=self.dtype)
         differs = [
             f"{field.name} is {getattr(model.config, field.name)}, not {getattr(self.config, field.name)}"
