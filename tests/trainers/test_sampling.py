@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from gymllm_trainers.compilation import _QUICK_ON_CPU
 from gymllm_trainers.engine.sampling import (
     _GOLDEN,
     FullInputs,
@@ -24,8 +25,11 @@ from gymllm_trainers.engine.sampling import (
 )
 
 Floats = npt.NDArray[np.float64]
-plain = jax.jit(sample_plain)
-full = jax.jit(sample_full)
+# As the engine compiles them. Few shapes, because compiling is what these tests take their time for.
+_OPTIONS = _QUICK_ON_CPU if jax.default_backend() == "cpu" else None
+plain = jax.jit(sample_plain, compiler_options=_OPTIONS)
+full = jax.jit(sample_full, compiler_options=_OPTIONS)
+SMALL, LARGE = (4096, 300), (64, 3001)
 
 
 def host(tree):  # any named tuple of arrays, as NumPy's
@@ -46,7 +50,7 @@ def make_inputs(rows: int, vocabulary: int, **options) -> FullInputs:
     seen: Mapping[int, int] = options.pop("seen", {})
     bias: Mapping[int, float] = options.pop("bias", {})
     allowed = options.pop("allowed", None)
-    inputs = neutral_inputs(rows, vocabulary, seen=8, biases=4)
+    inputs = neutral_inputs(rows, vocabulary, seen=16, biases=4)
     inputs.seen_ids[:, : len(seen)] = list(seen)
     inputs.seen_count[:, : len(seen)] = list(seen.values())
     inputs.bias_ids[:, : len(bias)] = list(bias)
@@ -125,7 +129,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_full_draws_from_the_documented_distribution(options) -> None:
-    vocabulary, rows = 300, 4096
+    rows, vocabulary = SMALL
     logits = np.random.default_rng(1).normal(size=vocabulary).astype(np.float32) * 2
     expected = reference(logits, **options)
     draws = uniform(11, np.arange(rows))
@@ -168,7 +172,7 @@ def chi_square_fits(counts: npt.NDArray[np.int64], shares: Floats) -> bool:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 def test_plain_draws_from_the_softmax(vocabulary: int, temperature: float) -> None:
     logits = np.random.default_rng(2).normal(size=vocabulary).astype(np.float32) * 2
-    out = draw_plain(logits, temperature, uniform(5, np.arange(20_000)))
+    out = draw_plain(logits, temperature, uniform(5, np.arange(4096)))
     expected = log_softmax(logits.astype(np.float64) / np.float32(temperature))
     assert chi_square_fits(np.bincount(out.token, minlength=vocabulary), np.exp(expected))
     np.testing.assert_allclose(out.logprob, expected[out.token], atol=1e-5)
@@ -184,30 +188,27 @@ def test_the_uniform_number_goes_through_all_tokens_evenly() -> None:
 
 
 def test_greedy_takes_the_first_of_the_likeliest() -> None:
-    logits = np.zeros((3, 500), np.float32)
-    logits[0, [499, 130, 7]] = 2
+    logits = np.zeros(LARGE, np.float32)
+    logits[0, [2999, 130, 7]] = 2
     logits[1, 64] = -1
     logits[2] = -np.inf
     logits[2, 400] = -1e30
-    zero, draws = np.zeros(3, np.float32), uniform(0, np.arange(3))
+    zero, draws = np.zeros(len(logits), np.float32), uniform(0, np.arange(len(logits)))
     out = host(plain(logits, PlainInputs(zero, draws)))
-    assert out.token.tolist() == [7, 0, 400]
+    assert out.token[:3].tolist() == [7, 0, 400]
     np.testing.assert_array_equal(out.logprob, out.base_logprob)
-    np.testing.assert_allclose(
-        out.base_logprob[0], log_softmax(logits[0].astype(np.float64))[7], atol=1e-5
-    )
+    expected = log_softmax(logits[0].astype(np.float64))[7]
+    np.testing.assert_allclose(out.base_logprob[0], expected, atol=1e-5)
     assert out.base_logprob[2] == 0
-    biased = make_inputs(3, 500, temperature=0.0, uniform=draws, bias={130: 0.5, 9: 3.0}, top_k=3)
-    out_full = host(full(logits, biased))
-    assert out_full.sampled.token.tolist() == [9, 9, 400]
-    np.testing.assert_array_equal(out_full.sampled.logprob, out_full.sampled.base_logprob)
+    options = {"temperature": 0.0, "bias": {130: 0.5, 9: 3.0}, "top_k": 3}
+    of_full = host(full(logits, make_inputs(*LARGE, uniform=draws, **options))).sampled
+    assert of_full.token[:3].tolist() == [9, 9, 400]
+    np.testing.assert_array_equal(of_full.logprob, of_full.base_logprob)
 
 
-def test_cuts_keep_ties() -> None:
-    probabilities = np.array([0.3, 0.2, 0.2, 0.2, 0.1], np.float64)
-    logits = np.log(probabilities).astype(np.float32)
-    draws = uniform(3, np.arange(2000))
-    for options, kept in (
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
         ({"top_k": 2}, {0, 1, 2, 3}),
         ({"top_k": 1}, {0}),
         ({"top_p": 0.4}, {0, 1, 2, 3}),
@@ -216,28 +217,37 @@ def test_cuts_keep_ties() -> None:
         ({"min_p": 0.66}, {0, 1, 2, 3}),
         ({"min_p": 0.67}, {0}),
         ({"min_p": 1.0}, {0}),
-    ):
-        inputs = make_inputs(2000, 5, uniform=draws, **options)
-        out = host(full(np.broadcast_to(logits, (2000, 5)), inputs))
-        assert set(out.sampled.token.tolist()) == kept, options
+    ],
+)
+def test_cuts_keep_ties(options: dict[str, float], kept: set[int]) -> None:
+    rows, vocabulary = SMALL
+    logits = np.full(vocabulary, -np.inf, np.float32)
+    logits[:5] = np.log([0.3, 0.2, 0.2, 0.2, 0.1])
+    inputs = make_inputs(rows, vocabulary, uniform=uniform(3, np.arange(rows)), **options)
+    out = host(full(np.broadcast_to(logits, SMALL), inputs))
+    assert set(out.sampled.token.tolist()) == kept
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-3, -5.0])
-def test_a_cut_through_a_thousand_ties_keeps_them_all(value: float) -> None:
-    logits = np.full(1200, value, np.float32)
-    logits[:200] -= 1
-    draws = np.linspace(0, 1, 3000, endpoint=False, dtype=np.float32)
-    for options in ({"top_k": 100}, {"top_p": 0.1}):
-        inputs = make_inputs(3000, 1200, uniform=draws, **options)
-        out = host(full(np.broadcast_to(logits, (3000, 1200)), inputs))
-        assert set(out.sampled.token.tolist()) == set(range(200, 1200))
-        np.testing.assert_allclose(out.sampled.logprob, -np.log(1000), atol=1e-5)
+@pytest.mark.parametrize("options", [{"top_k": 100}, {"top_p": 0.1}])
+def test_a_cut_through_a_thousand_ties_keeps_them_all(
+    value: float, options: dict[str, float]
+) -> None:
+    rows, vocabulary = LARGE
+    logits = np.full(vocabulary, value - 1, np.float32)
+    logits[2000:3000] = value
+    even = np.linspace(0, 1, rows, endpoint=False, dtype=np.float32)
+    inputs = make_inputs(rows, vocabulary, uniform=even, **options)
+    out = host(full(np.broadcast_to(logits, LARGE), inputs)).sampled
+    assert ((out.token >= 2000) & (out.token < 3000)).all()
+    assert len(np.unique(out.token)) == rows
+    np.testing.assert_allclose(out.logprob, -np.log(1000), atol=1e-5)
 
 
 @functools.cache
 def batch() -> tuple[npt.NDArray[np.float32], FullInputs]:
     """64 rows that ask for different things."""
-    rng, rows, vocabulary = np.random.default_rng(4), 64, 3001
+    rng, rows, vocabulary = np.random.default_rng(4), *LARGE
     logits = rng.normal(size=(rows, vocabulary)).astype(np.float32) * rng.uniform(
         0.1, 6, (rows, 1)
     ).astype(np.float32)
@@ -319,57 +329,56 @@ def test_neutral_inputs_draw_what_plain_draws() -> None:
     assert_same_bits(host(full(logits, neutral)).sampled, out)
 
 
-@pytest.mark.parametrize("temperature", [1e-37, 1e-6, 1e6, 1e38])
+@pytest.mark.parametrize("temperature", [1e-37, 1e-6, 1e6, 1e30])
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e37])
 def test_extreme_temperatures_and_logits(temperature: float, scale: float) -> None:
-    logits = np.random.default_rng(6).normal(size=700).astype(np.float32) * np.float32(scale)
+    logits = np.random.default_rng(6).normal(size=300).astype(np.float32) * np.float32(scale)
     logits[100:130] = -np.inf
-    out = draw_plain(logits, temperature, uniform(1, np.arange(3000)))
+    out = draw_plain(logits, temperature, uniform(1, np.arange(4096)))
     assert not out.bad.any()
     assert np.isfinite(out.logprob).all()
     assert not np.isin(out.token, np.arange(100, 130)).any()
     if temperature <= 1e-6:
         assert (out.token == logits.argmax()).all()
         assert (out.logprob == 0).all()
-    if temperature == 1e38:
-        np.testing.assert_allclose(out.logprob, -np.log(670), atol=1e-4)
+    if temperature >= 1e6 and scale == 1:
+        np.testing.assert_allclose(out.logprob, -np.log(270), atol=1e-4)
 
 
 @pytest.mark.parametrize("last", [0.0, 1 - 2**-24])
 def test_the_ends_of_the_uniform_range_draw_possible_tokens(last: float) -> None:
-    logits = np.full((1, 5000), -np.inf, np.float32)
-    logits[0, 2000:3000] = np.random.default_rng(0).normal(size=1000)
-    out = host(plain(logits, PlainInputs(np.ones(1, np.float32), np.full(1, last, np.float32))))
-    assert 2000 <= out.token[0] < 3000
-    assert np.isfinite(out.logprob[0])
+    logits = np.full(LARGE, -np.inf, np.float32)
+    logits[:, 1000:2000] = np.random.default_rng(0).normal(size=(len(logits), 1000))
+    rows = np.ones(len(logits), np.float32)
+    out = host(plain(logits, PlainInputs(rows, rows * np.float32(last))))
+    assert ((out.token >= 1000) & (out.token < 2000)).all()
+    assert np.isfinite(out.logprob).all()
 
 
 def test_rows_that_cannot_be_drawn_are_marked_and_harm_no_other() -> None:
-    logits = np.random.default_rng(8).normal(size=(5, 200)).astype(np.float32)
+    logits = np.random.default_rng(8).normal(size=LARGE).astype(np.float32)
     good = logits.copy()
     logits[0, 150] = np.nan
     logits[1, 3] = np.inf
     logits[2] = -np.inf
-    inputs = make_inputs(5, 200, uniform=0.3, top_p=0.9)
+    logits[4, 5] = np.nan
+    inputs = make_inputs(*LARGE, uniform=0.3, top_p=0.9)
     inputs.allowed[3] = 0
+    inputs.allowed[4, 0] = ~np.uint32(1 << 5)  # a NaN that the grammar forbids
     out, untouched = host(full(logits, inputs)), host(full(good, inputs))
-    assert out.sampled.bad.tolist() == [True, True, True, True, False]
-    assert_same_bits(take(out, slice(4, 5)), take(untouched, slice(4, 5)))
-    assert ((out.sampled.token >= 0) & (out.sampled.token < 200)).all()
+    assert np.flatnonzero(out.sampled.bad).tolist() == [0, 1, 2, 3, 4]
+    assert np.flatnonzero(untouched.sampled.bad).tolist() == [3]
+    assert_same_bits(take(out, slice(5, None)), take(untouched, slice(5, None)))
+    assert ((out.sampled.token >= 0) & (out.sampled.token < LARGE[1])).all()
     simple = host(plain(logits, PlainInputs(inputs.temperature, inputs.uniform)))
-    assert simple.bad.tolist() == [True, True, True, False, False]
-
-
-def test_a_nan_is_marked_even_where_the_grammar_forbids_it() -> None:
-    logits = np.zeros((1, 64), np.float32)
-    logits[0, 5] = np.nan
-    assert host(full(logits, make_inputs(1, 64, allowed={1, 2}))).sampled.bad.all()
+    assert np.flatnonzero(simple.bad).tolist() == [0, 1, 2, 4]
 
 
 def test_few_tokens_have_few_likeliest() -> None:
-    logits = np.array([[0.0, 1.0, -np.inf]], np.float32)
-    out: FullSampled = host(full(logits, make_inputs(1, 3)))
-    assert out.top_ids[0].tolist() == [1, 0] + [-1] * 18
+    logits = np.full(SMALL, -np.inf, np.float32)
+    logits[:, [7, 299]] = 0, 1
+    out: FullSampled = host(full(logits, make_inputs(*SMALL)))
+    assert out.top_ids[0].tolist() == [299, 7] + [-1] * 18
     np.testing.assert_allclose(np.exp(out.top_logprobs[0]).sum(), 1, atol=1e-6)
 
 

@@ -155,7 +155,7 @@ def sample_plain(logits_FV: Array, inputs: PlainInputs) -> Sampled:
         logits_FV: float32.
         inputs: See there.
     """
-    top_F = jnp.max(logits_FV, axis=-1)  # NaN if any is
+    top_F = jnp.max(logits_FV, axis=-1)
     base_FV = logits_FV - top_F[:, None]
     base_sum_F = _sum(jnp.exp(_columns(base_FV)))
     scaled_FV = _scaled(base_FV, inputs.temperature)
@@ -190,8 +190,6 @@ def sample_full(logits_FV: Array, inputs: FullInputs) -> FullSampled:
     sampled = _chosen(
         weighed_FV, top_F, base_FV, base_sum_F, inputs.temperature, drawn_F, logprob_F
     )
-    # A NaN that the grammar forbids is one still.
-    sampled = sampled._replace(bad=sampled.bad | ~jnp.isfinite(base_top_F))
     return FullSampled(sampled, top_ids_FC, top_logprobs_FC)
 
 
@@ -280,8 +278,8 @@ def _droppable(ids: IdArray, vocabulary: int) -> Array:
 def _scaled(below_FV: Array, temperature_F: RowArray) -> Array:
     """Logits less their largest, over the temperature; as they are when greedy, where none is drawn."""
     temperature_F = jnp.asarray(temperature_F)
-    # Within what keeps 0 / t zero and -inf / t infinite.
-    divisor_F = jnp.where(temperature_F == 0, 1.0, jnp.clip(temperature_F, 1e-30, 3e38))
+    # Within what has a reciprocal, which XLA may multiply by: -inf times 0 would be NaN.
+    divisor_F = jnp.where(temperature_F == 0, 1.0, jnp.clip(temperature_F, 1e-30, 1e37))
     return below_FV / divisor_F[:, None]
 
 
@@ -419,7 +417,8 @@ def _chosen(
         token=token_F,
         logprob=jnp.where(greedy_F, base_F, logprob_F),
         base_logprob=base_F,
-        bad=~jnp.isfinite(top_F),
+        # A maximum may pass over a NaN (XLA's choice on CPUs), a sum never does.
+        bad=~(jnp.isfinite(top_F) & jnp.isfinite(base_sum_F)),
     )
 
 
