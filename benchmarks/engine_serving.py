@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -15,8 +15,9 @@ import numpy as np
 from gymllm.engine import GenerateRequest, Generation, SamplingParams
 from gymllm.errors import EngineError
 from gymllm.timeline import Timeline
+from gymllm_agents import Tokenizer
 from gymllm_trainers.engine import EngineConfig, EngineCounts, JaxEngine
-from gymllm_trainers.models import Decoder
+from gymllm_trainers.models import Decoder, LoadedModel, load_model
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -44,10 +45,27 @@ class Prompts:
         return self._generator.integers(1, self._vocabulary, (count, length)).tolist()
 
 
+def named_model(model: str, *, quick: bool) -> tuple[LoadedModel, str]:
+    """A model, and what its rows call it; to be quick, its first two layers alone."""
+    loaded = load_model(model)
+    if not quick:
+        return loaded, "SmolLM2-135M"
+    stacked = cast("dict[str, jax.Array]", loaded.params["layers"])
+    layers = {name: part[:2] for name, part in stacked.items()}
+    cut = dataclasses.replace(
+        loaded,
+        config=dataclasses.replace(loaded.config, num_hidden_layers=2),
+        params=loaded.params | {"layers": layers},
+    )
+    return cut, "SmolLM2-135M's first 2 layers"
+
+
 @asynccontextmanager
-async def serving(decoder: Decoder, config: EngineConfig) -> AsyncGenerator[JaxEngine]:
+async def serving(
+    decoder: Decoder, config: EngineConfig, *, tokenizer: Tokenizer | None = None
+) -> AsyncGenerator[JaxEngine]:
     """An engine that has compiled everything, closed at the end."""
-    engine = JaxEngine(decoder, config, timeline=Timeline())
+    engine = JaxEngine(decoder, config, timeline=Timeline(), tokenizer=tokenizer)
     try:
         await asyncio.to_thread(engine.ready.wait)
         yield engine

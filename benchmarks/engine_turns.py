@@ -1,7 +1,8 @@
 """Multi-turn FrozenLake, a group of 8, 8 turns: what finding what was computed before saves.
 
 The same episodes are played twice: once as they come, once with what was generated then, each request
-computed anew with another first token, so that nothing of it is found in the cache.
+computed anew with another first token, so that nothing of it is found in the cache. Answers are held to the
+four moves by a grammar, so that every turn is a move.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from engine_serving import copy_counts, counts_since, serving
+from engine_serving import copy_counts, counts_since, named_model, serving
 from table import Table
 
 from gymllm.engine import Engine, GenerateRequest, Generation
@@ -22,9 +23,9 @@ from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Group
 from gymllm_agents import ConversationConfig, ModelAgent
-from gymllm_envs.frozen_lake import FrozenLake
+from gymllm_envs.frozen_lake import ACTIONS, FrozenLake
 from gymllm_trainers.engine import EngineConfig, JaxEngine
-from gymllm_trainers.models import LoadedModel, load_model
+from gymllm_trainers.models import LoadedModel
 
 GROUP, TURNS = 8, 8
 ANSWER = 16
@@ -40,7 +41,7 @@ def _key(request: GenerateRequest) -> Key:
 
 @dataclass
 class Recording:
-    """An engine that remembers what it was asked and what it answered."""
+    """An engine that answers with a move, and remembers what it was asked and what it answered."""
 
     engine: JaxEngine
     said: dict[Key, Generation] = field(default_factory=dict)
@@ -55,8 +56,9 @@ class Recording:
         return self.engine.version
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """As the engine does."""
-        generation = await self.engine.generate(request)
+        """As the engine does, held to the moves."""
+        moves = dataclasses.replace(request.sampling, choices=ACTIONS)
+        generation = await self.engine.generate(dataclasses.replace(request, sampling=moves))
         self.said[_key(request)] = generation
         self.prompt_tokens += len(request.prompt_ids)
         return generation
@@ -85,16 +87,17 @@ class Anew(Recording):
 
 def turn_rows(table: Table, model: str, *, quick: bool) -> None:
     """Rows of prefilled tokens and of seconds, with and without reuse."""
-    asyncio.run(_measure(table, load_model(model), rounds=1 if quick else 3))
+    loaded, name = named_model(model, quick=quick)
+    asyncio.run(_measure(table, loaded, name, rounds=1 if quick else 3))
 
 
-async def _measure(table: Table, model: LoadedModel, rounds: int) -> None:
+async def _measure(table: Table, model: LoadedModel, name: str, rounds: int) -> None:
     config = EngineConfig(slots=GROUP, context_length=2048)
     with_reuse: list[float] = []
     without: list[float] = []
     prefilled = prefilled_anew = prompts = turns = 0
-    async with serving(model.decoder(), config) as engine:
-        await _play(model, engine, "Warm-up.", 1)
+    async with serving(model.decoder(), config, tokenizer=model.tokenizer) as engine:
+        await _play(model, Recording(engine), "Warm-up.", 1)
         anew = Anew(engine)
         for number in range(rounds):
             # Rounds begin differently: nothing is left of one for the next.
@@ -110,7 +113,7 @@ async def _measure(table: Table, model: LoadedModel, rounds: int) -> None:
             before = copy_counts(engine)
             without.append((await _play(model, anew, system, TURNS))[0])
             prefilled_anew += counts_since(engine, before)["prefill_tokens"]
-    what = "FrozenLake, G = 8, 8 turns, SmolLM2-135M"
+    what = f"FrozenLake, G = 8, 8 turns, {name}"
     table.add(f"{what}: turns an episode", turns / rounds / GROUP, "", "8")
     table.add(f"{what}: prompt tokens a group", prompts / rounds, "tokens")
     table.add(f"{what}: prefilled, with reuse", prefilled / rounds, "tokens")
