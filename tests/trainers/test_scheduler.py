@@ -163,9 +163,10 @@ class Device:
         smaller = [s for s in self.config.shapes if s[0] <= step.rows and s[1] <= step.blocks]
         fits = [s for s in smaller if len(step.decode) <= s[0] and len(step.prefill) <= s[1]]
         assert fits == [(step.rows, step.blocks)], "the smallest shape that fits"
+        samples = [row.request for row in step.decode]
+        samples += [block.request for block in step.prefill if block.samples]
+        assert len(set(samples)) == len(samples) <= self.config.slots
         assert step.decode or step.prefill
-        rows = [row.request for row in step.decode]
-        assert len(set(rows)) == len(rows), "a request has one row"
         for one in requests_of(step):
             blocks = [block for block in step.prefill if block.request is one]
             assert all(a.start + len(a.tokens) <= b.start for a, b in pairwise(blocks))
@@ -855,9 +856,9 @@ def test_any_order_of_events_gives_the_same_tokens(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 1500, 50))
+@pytest.mark.parametrize("first", range(1000, 1200, 20))
 def test_any_order_of_many_more_events_gives_the_same_tokens(first: int) -> None:
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 20):
         random_traffic(seed)
 
 
