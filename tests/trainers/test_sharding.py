@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -62,22 +63,34 @@ def abstract_mesh(**sizes: int) -> AbstractMesh:
 # ------------------------------------------------------------------ eight devices
 
 
-def on_eight_devices(cases: list[tuple[str, dict[str, int]]]) -> list[dict[str, float]]:
-    """Runs this file with eight devices; what `measure` returns for each case."""
+def start(*arguments: str, devices: int) -> subprocess.Popen[str]:
+    """Runs this file in a process with so many devices."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps(cases)],
+    return subprocess.Popen(
+        [sys.executable, __file__, *arguments],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=600,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What a process printed, once it has ended well."""
+    try:
+        output, errors = process.communicate(timeout=600)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return output
+
+
+def on_eight_devices(cases: list[tuple[str, dict[str, int]]]) -> list[dict[str, float]]:
+    """Runs this file with eight devices; what `measure` returns for each case."""
+    return json.loads(finish(start("measure", json.dumps(cases), devices=8)))
 
 
 def measure(name: str, sizes: dict[str, int]) -> dict[str, float]:
@@ -194,6 +207,35 @@ def test_every_division_computes_what_one_device_does() -> None:
         assert (results["largest_share"] == 1) == (sizes.get("data") == 8)
 
 
+# ------------------------------------------------------------------ two processes
+
+
+def share(number: int, port: str, folder: str) -> None:
+    """One of two processes with two devices each: reads its parts, and takes part in writing them all."""
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=number)
+    model = load_model(FIXTURES / "tiny_qwen3", mesh=make_mesh(fsdp=2, tensor=2))
+    save_model(Path(folder) / "m", model.config, model.params, model.tokenizer)
+    # The first can't write, and says so; the other is not left waiting for it.
+    try:
+        save_model(FIXTURES / "tiny_qwen3", model.config, model.params, model.tokenizer)
+    except ModelError as error:
+        print(error)  # noqa: T201
+
+
+@pytest.mark.slow
+def test_two_processes_read_their_parts_and_write_one_model(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    processes = [start("share", str(i), port, str(tmp_path), devices=2) for i in range(2)]
+    first, second = map(finish, processes)
+    assert "is not empty" in first
+    assert "is not empty" not in second
+    written, read = load_model(tmp_path / "m"), load_model(FIXTURES / "tiny_qwen3")
+    assert written.config == read.config
+    assert largest_difference(written.params, read.params) == 0
+
+
 # ------------------------------------------------------------------ where parameters belong
 
 
@@ -301,4 +343,8 @@ def test_without_a_mesh_nothing_is_constrained() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps([measure(name, sizes) for name, sizes in json.loads(sys.argv[1])]))  # noqa: T201
+    task, *arguments = sys.argv[1:]
+    if task == "measure":
+        print(json.dumps([measure(name, sizes) for name, sizes in json.loads(arguments[0])]))  # noqa: T201
+    else:
+        share(int(arguments[0]), *arguments[1:])

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from gymllm.errors import ModelError
 from gymllm_agents.tokenizer import Tokenizer
@@ -50,7 +52,7 @@ def save_model(
     """Writes config.json, weights, tokenizer and generation_config.json.
 
     The folder appears whole or not at all: everything goes into a hidden folder beside it, which is
-    renamed at the end.
+    renamed at the end. Where several processes share the arrays, all of them call this, and the first writes.
 
     Args:
         folder: Where to; its parents are made.
@@ -67,11 +69,22 @@ def save_model(
             stays.
     """
     dtype = _check(config, params)
-    with whole_folder(folder, what="model", marker="config.json", overwrite=overwrite) as partial:
-        _write_weights(partial, config, params, dtype, max_shard_bytes)
-        write_json(partial / "config.json", config_to_hub(config, dtype=dtype))
-        write_json(partial / "generation_config.json", _generation_config(tokenizer))
-        _write_tokenizer(partial, tokenizer)
+    settings = config_to_hub(config, dtype=dtype)
+    tensors = _hub_tensors(config, params)
+    try:
+        if jax.process_index() == 0:
+            with whole_folder(
+                folder, what="model", marker="config.json", overwrite=overwrite
+            ) as partial:
+                _write_weights(partial, config, tensors, dtype, max_shard_bytes)
+                write_json(partial / "config.json", settings)
+                write_json(partial / "generation_config.json", _generation_config(tokenizer))
+                _write_tokenizer(partial, tokenizer)
+    finally:
+        if jax.process_count() > 1:
+            # All processes gather each parameter together: one that stops early leaves the others waiting.
+            for _ in tensors:
+                pass
 
 
 @contextmanager
@@ -139,14 +152,21 @@ def _check(config: DecoderConfig, params: Params) -> str:
 def _hub_tensors(config: DecoderConfig, params: Params) -> Iterator[np.ndarray]:
     """Every tensor as the hub has it, brought to the host one parameter at a time."""
     for slot in tensor_slots(config):
-        # Of an array that is divided over devices, this gathers the parts.
-        host = np.asarray(leaf_at(params, slot.path))
+        array = leaf_at(params, slot.path)
+        assert array is not None
+        if not array.is_fully_addressable:
+            array = multihost_utils.process_allgather(array, tiled=True)
+        host = np.asarray(array)  # gathers what is divided over this process's devices
         for tensor in host.reshape(len(slot.names), *host.shape[host.ndim - len(slot.shape) :]):
             yield tensor.T if slot.transposed else tensor
 
 
 def _write_weights(
-    folder: Path, config: DecoderConfig, params: Params, dtype: str, max_shard_bytes: int
+    folder: Path,
+    config: DecoderConfig,
+    tensors: Iterator[np.ndarray],
+    dtype: str,
+    max_shard_bytes: int,
 ) -> None:
     """Writes model.safetensors, or shards and their index when that would be too large."""
     # Planned first, because a shard's name says how many there are.
@@ -162,7 +182,6 @@ def _write_weights(
             held += size
             total += size
 
-    tensors = _hub_tensors(config, params)
     weight_map: dict[str, str] = {}
     for number, shapes in enumerate(shards, start=1):
         file = "model.safetensors"
