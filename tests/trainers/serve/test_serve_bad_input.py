@@ -14,6 +14,8 @@ USER = [{"role": "user", "content": "hi"}]
         (CHAT, {"messages": USER, "max_token": 3}, "did you mean max_tokens"),
         (CHAT, {"messages": USER, "temprature": None}, "did you mean temperature"),
         (CHAT, {"messages": USER, "stream_options": {"include_usag": True}}, "include_usage"),
+        (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}, "needs stream"),
+        (CHAT, {"messages": USER, "max_tokens": 3, "max_completion_tokens": 4}, "differ"),
         (CHAT, {"messages": USER, "max_tokens": "3"}, "max_tokens must be a whole number"),
         (CHAT, {"messages": USER, "max_tokens": 0}, "must be >= 1, got 0"),
         (CHAT, {"messages": USER, "n": 0}, "n must be from 1 to 128"),
@@ -58,6 +60,7 @@ USER = [{"role": "user", "content": "hi"}]
         (GENERATE, {}, "exactly one of text and input_ids"),
         (GENERATE, {"input_ids": "a"}, "must be a list of token ids"),
         (GENERATE, {"input_ids": [[1], [2]], "rid": "a"}, "list of 2"),
+        (GENERATE, {"input_ids": [1], "rid": ""}, "rid must be"),
         (GENERATE, {"input_ids": [[1], [2]], "sampling_params": [{}]}, "list of 2"),
         (
             GENERATE,

@@ -268,13 +268,19 @@ def test_requests_go_on_over_new_weights(server, save: Callable) -> None:
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
 
 
-@pytest.mark.parametrize("fault", ["nan", "shape", "cut", "missing", "nowhere"])
+@pytest.mark.parametrize("fault", ["nan", "other", "rope", "cut", "missing", "nowhere"])
 def test_bad_weights_are_refused_and_the_old_ones_stay(
     server, engine: JaxEngine, save: Callable, fault: str
 ) -> None:
     before, version = server.ok("/generate", GREEDY)["output_ids"], engine.version
-    path = Path(save(3, spoil=fault == "nan", **({"hidden_size": 64} if fault == "shape" else {})))
-    weights = path / "model.safetensors"
+    path = Path(save(3, spoil=fault == "nan"))
+    weights, config = path / "model.safetensors", path / "config.json"
+    if fault == "other":
+        config.write_text(
+            config.read_text().replace('"num_key_value_heads": 2', '"num_key_value_heads": 4')
+        )
+    if fault == "rope":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 77.0}))
     if fault == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])
     if fault == "missing":
@@ -287,7 +293,8 @@ def test_bad_weights_are_refused_and_the_old_ones_stay(
     assert answer["success"] is False
     says = {
         "nan": "NaN",
-        "shape": "hidden_size is 64, not 32",
+        "other": "has shape",
+        "rope": "rope_theta is 77.0, not 10000.0",
         "cut": "safetensors",
         "missing": "model.safetensors",
         "nowhere": "no such file or folder",

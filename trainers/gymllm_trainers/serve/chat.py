@@ -95,6 +95,10 @@ class Chat:
         form, ids = await anyio.to_thread.run_sync(render)
         prompt = service.check_prompt(ids, "messages")
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        if body.max_completion_tokens not in (None, asked):
+            raise RefusedError(
+                400, "max_tokens and max_completion_tokens differ; give one of them."
+            )
         sampling = openai_sampling(
             body,
             max_new_tokens=service.room(prompt) if asked is None else asked,

@@ -290,7 +290,12 @@ def _names(rid: str | tuple[str, ...] | None, count: int, batched: bool) -> list
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
     names = list(as_list(rid))
-    if len(names) != count or (batched and isinstance(rid, str)) or len(set(names)) < count:
+    if (
+        not all(names)
+        or len(names) != count
+        or (batched and isinstance(rid, str))
+        or len(set(names)) < count
+    ):
         raise RefusedError(
             400,
             f"rid must be a name, or a list of {count} different ones, one a prompt.",

@@ -120,6 +120,8 @@ def openai_sampling(
         RefusedError, ConfigError: A value that can't be used.
     """
     check_count(body.n)
+    if body.stream_options.include_usage and not body.stream:
+        raise RefusedError(400, "stream_options needs stream to be true.", param="stream_options")
     grammar = _grammar(body)
     return SamplingParams(
         max_new_tokens=max_new_tokens,
