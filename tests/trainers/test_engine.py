@@ -33,15 +33,11 @@ from gymllm.timeline import Timeline
 from gymllm.trajectory import Trajectory
 from gymllm_agents import ConversationConfig, ModelAgent, Tokenizer, train_tokenizer
 from gymllm_trainers.engine import Delta, EngineConfig, JaxEngine
-
-try:
-    from gymllm_trainers.engine.kernels import Kernels, load_kernels
-except ImportError:
-    Kernels, load_kernels = type(None), lambda: "no"
+from gymllm_trainers.engine.kernels import load
 from gymllm_trainers.engine.programs import Programs
-from gymllm_trainers.loss import token_statistics
 from gymllm_trainers.models import Decoder
 from gymllm_trainers.models.decoder import LoRAParam, merge_adapters
+from gymllm_trainers.models.logprob_head import token_statistics
 
 LENGTH = 128
 TOKENIZER = train_tokenizer(["user\nassistant\ncoin "] * 50, vocab_size=270)
@@ -60,12 +56,11 @@ def decoders(make_decoder: Callable[..., Decoder]) -> list[Decoder]:
 @pytest.fixture(scope="module")
 def compiled(decoders: list[Decoder]) -> Programs:
     graph, state = nnx.split(decoders[0])
-    kernels = load_kernels()
     programs = Programs(
         graph,
         state,
         CONFIG.resolved(decoders[0].config),
-        kernels=kernels if isinstance(kernels, Kernels) else None,
+        kernels=load(),
     )
     programs.compile()
     return programs

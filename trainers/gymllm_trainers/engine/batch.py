@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jax import Array
 
 from gymllm_trainers.engine.config import EngineConfig
-from gymllm_trainers.engine.scheduler import Step
+from gymllm_trainers.engine.requests import Step
 
 
 class StepArrays(NamedTuple):

@@ -1,8 +1,9 @@
 """The engine's thread, and the async face in front of it.
 
-The thread owns the device. It starts step n + 1 before it reads what step n sampled: the ids stay on the device
-for the next step, and the host's work is done while the device computes. Weights are swapped between two steps,
-so they never wait for a generation to end, and each token knows the version that made it.
+The thread owns the device. It starts step n + 1 before it reads what step n sampled: the ids stay on the
+device for the next step, and the host's work is done while the device computes. Weights are swapped
+between two steps, so they never wait for a generation to end, and each token knows the version that made
+it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,86 +21,39 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from gymllm.engine import FinishReason, GenerateRequest, Generation, SamplingParams
-from gymllm.errors import ClosedError, ConfigError, ContextLengthError, EngineError, GymLLMError
+from gymllm.engine import GenerateRequest, Generation
+from gymllm.errors import ClosedError, ConfigError, EngineError, GymLLMError
 from gymllm.timeline import Timeline
 from gymllm_agents.tokenizer import Tokenizer
 from gymllm_trainers.engine.batch import pack_step
-from gymllm_trainers.engine.constraints import Grammars, Matcher
-
-try:
-    from gymllm_trainers.engine.kernels import Kernels, load_kernels
-except ImportError:
-    Kernels, load_kernels = type(None), lambda: "not there yet"
 from gymllm_trainers.engine.config import EngineConfig
+from gymllm_trainers.engine.desk import Desk
+from gymllm_trainers.engine.kernels import Kernels, load, unavailable
 from gymllm_trainers.engine.programs import (
-    MAX_BIASES,
     Programs,
     plain_inputs,
     unpack_sampled,
 )
 from gymllm_trainers.engine.publication import Publisher
-from gymllm_trainers.engine.sampling import FullInputs, uniform
-from gymllm_trainers.engine.scheduler import Request, Scheduler, Step
-from gymllm_trainers.engine.stops import StopStrings
+from gymllm_trainers.engine.requests import Request, Step
+from gymllm_trainers.engine.sampling import FullInputs, PlainInputs, uniform
+from gymllm_trainers.engine.scheduler import Scheduler
+from gymllm_trainers.engine.tickets import (
+    Delta,
+    Ticket,
+    delta_of,
+    fill_inputs,
+    generation_of,
+    likeliest,
+    no_numbers,
+    tell,
+)
 from gymllm_trainers.models.decoder import Decoder
 
 Tree = Any
 """A pytree of arrays."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    """What a stream brings: the tokens since the last one. Arrays are those of `Generation`, [n], n >= 1."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    base_logprobs: list[float]
-    versions: list[int]
-    top_logprobs: list[Mapping[int, float]]
-    finish_reason: FinishReason | None
-    """Set in the last one."""
-    matched: int | str | None = None
-    """The stop token or string that ended it."""
-    reused_tokens: int = 0
-    """Tokens of the prompt that were found computed."""
-    queued_s: float = 0.0
-    """Seconds the request waited before its first step."""
-
-
-@dataclass(eq=False)
-class _Ticket:
-    """A request, who waits for it, and what has been generated."""
-
-    request: Request
-    sampling: SamplingParams
-    name: str
-    loop: asyncio.AbstractEventLoop
-    wake: asyncio.Event
-    queued_ns: int
-    stops: StopStrings | None
-    matcher: Matcher | None
-    streaming: bool
-    full: bool
-    """Needs the full sampler."""
-    seen: dict[int, int] = field(default_factory=dict[int, int])
-    """For penalties: ids of the prompt and the generation, and how often each was generated."""
-    started_ns: int = 0
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    base_logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    top_logprobs: list[Mapping[int, float]] = field(default_factory=list[Mapping[int, float]])
-    finish: FinishReason | None = None
-    matched: int | str | None = None
-    error: str = ""
-    cancelled: bool = False
-    told: int = 0
-    """Tokens that a stream has brought."""
-
-    @property
-    def ended(self) -> bool:
-        return self.finish is not None or bool(self.error)
+_SEEDS = 2**64 - 1
 
 
 @dataclass
@@ -126,7 +80,7 @@ class _Flight:
     step: Step
     samples: list[int]
     """The scheduler's number of each result."""
-    tickets: list[_Ticket]
+    tickets: list[Ticket]
     """Who each result is for."""
     packed: Array
     previous: Array
@@ -169,9 +123,11 @@ class JaxEngine:
         self.counts = EngineCounts()
         self.idle_cause: Callable[[], str] = lambda: "waiting: requests"
         """Says why there is nothing to do; the answer becomes the clock's state."""
-        self._vocabulary = decoder.config.vocab_size
-        self._tokenizer = tokenizer
-        self._grammars = Grammars(tokenizer, self._vocabulary) if tokenizer else None
+        self._desk = Desk(
+            vocabulary=decoder.config.vocab_size,
+            context_length=config.context_length,
+            tokenizer=tokenizer,
+        )
         self._kernels = _kernels(config, mesh, log)
         self._programs = Programs(graph, state, config, kernels=self._kernels, mesh=mesh)
         self._state, self._version = state, version
@@ -179,9 +135,9 @@ class JaxEngine:
         self._log = log
         self._timeline, self._clock = timeline, timeline.clock(name)
         self._scheduler = Scheduler(config, version=version)
-        self._tickets: dict[Request, _Ticket] = {}
-        self._new: list[_Ticket] = []
-        self._cancelled: list[_Ticket] = []
+        self._tickets: dict[Request, Ticket] = {}
+        self._new: list[Ticket] = []
+        self._cancelled: list[Ticket] = []
         self._flight: _Flight | None = None
         self._nothing = np.zeros(config.slots, np.int32)
         self._wake = threading.Condition()
@@ -244,7 +200,7 @@ class JaxEngine:
         except asyncio.CancelledError:
             self._cancel(ticket)
             raise
-        return _generation(ticket)
+        return generation_of(ticket)
 
     async def generate_n(self, request: GenerateRequest, n: int) -> list[Generation]:
         """Generates n answers to one prompt, which is computed once; the i-th has seed `seed + i`.
@@ -262,7 +218,7 @@ class JaxEngine:
         try:
             for ticket in tickets:
                 await ticket.wake.wait()
-            return [_generation(ticket) for ticket in tickets]
+            return [generation_of(ticket) for ticket in tickets]
         finally:
             for ticket in tickets:
                 if not ticket.ended:
@@ -284,7 +240,7 @@ class JaxEngine:
                 # The finish is read first: tokens that come between would be told without it.
                 finish, have = ticket.finish, len(ticket.versions)
                 if have > ticket.told:
-                    yield _delta(ticket, have, finish)
+                    yield delta_of(ticket, have, finish)
                 if finish is not None:
                     return
         finally:
@@ -339,93 +295,15 @@ class JaxEngine:
 
     # ------------------------------------------------------------------ requests
 
-    def _submit(self, request: GenerateRequest, *, streaming: bool) -> _Ticket:
-        prompt = [int(i) for i in request.prompt_ids]
-        where = f" (request {request.request_id})" if request.request_id else ""
-        self._check(prompt, where)
-        ticket = self._ticket(prompt, request, where, streaming=streaming)
+    def _submit(self, request: GenerateRequest, *, streaming: bool) -> Ticket:
+        ticket = self._desk.ticket(request, streaming=streaming)
         with self._wake:
             self._refuse_if_down()
             self._new.append(ticket)
             self._wake.notify()
         return ticket
 
-    def _ticket(
-        self, prompt: list[int], request: GenerateRequest, where: str, *, streaming: bool
-    ) -> _Ticket:
-        sampling = request.sampling
-        self._check_sampling(sampling, where)
-        matcher = self._grammars.matcher(sampling) if self._grammars else None
-        stops = (
-            StopStrings(self._tokenizer, sampling.stop)
-            if sampling.stop and self._tokenizer
-            else None
-        )
-        penalties = (
-            sampling.repetition_penalty != 1
-            or sampling.presence_penalty != 0
-            or sampling.frequency_penalty != 0
-        )
-        filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.logit_bias
-        return _Ticket(
-            Request(
-                ids=prompt,
-                prompt_length=len(prompt),
-                max_new_tokens=sampling.max_new_tokens,
-                # What may come next depends on the last token, which the host must know first.
-                lockstep=penalties or matcher is not None,
-            ),
-            sampling,
-            where,
-            asyncio.get_running_loop(),
-            asyncio.Event(),
-            time.perf_counter_ns(),
-            stops=stops,
-            matcher=matcher,
-            streaming=streaming,
-            full=bool(penalties or filters or matcher or sampling.top_logprobs),
-            seen=dict.fromkeys(prompt, 0) if penalties else {},
-        )
-
-    def _check(self, prompt: list[int], where: str) -> None:
-        if len(prompt) >= self.config.context_length:
-            raise ContextLengthError(
-                f"a prompt of {len(prompt)} tokens leaves no room in engine.context_length = "
-                f"{self.config.context_length}{where}: shorten it or raise the limit."
-            )
-        if not prompt:
-            raise EngineError(f"the prompt is empty{where}; it needs at least one token.")
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            bad = next(i for i in prompt if not 0 <= i < self._vocabulary)
-            raise EngineError(
-                f"token id {bad} is outside the model's vocabulary of {self._vocabulary}{where}: is "
-                f"this the model's own tokenizer?"
-            )
-
-    def _check_sampling(self, sampling: SamplingParams, where: str) -> None:
-        texts = {
-            "stop": sampling.stop,
-            "regex": sampling.regex,
-            "json_schema": sampling.json_schema,
-            "choices": sampling.choices,
-        }
-        for name, value in texts.items():
-            if value and self._tokenizer is None:
-                raise ConfigError(
-                    f"{name} = {value!r} needs a tokenizer{where}: make the engine with tokenizer=..."
-                )
-        if len(sampling.logit_bias) > MAX_BIASES:
-            raise ConfigError(
-                f"logit_bias names {len(sampling.logit_bias)} ids{where}; at most {MAX_BIASES} fit."
-            )
-        for token in (*sampling.logit_bias, *sampling.stop_token_ids):
-            if not 0 <= token < self._vocabulary:
-                raise ConfigError(
-                    f"token id {token} in logit_bias or stop_token_ids is outside the model's "
-                    f"vocabulary of {self._vocabulary}{where}."
-                )
-
-    def _cancel(self, ticket: _Ticket) -> None:
+    def _cancel(self, ticket: Ticket) -> None:
         with self._wake:
             ticket.cancelled = True
             self._cancelled.append(ticket)
@@ -521,31 +399,39 @@ class JaxEngine:
         return self._sample(step, samples, tickets, hidden)
 
     def _sample(
-        self, step: Step, samples: list[int], tickets: list[_Ticket], hidden: Array
+        self, step: Step, samples: list[int], tickets: list[Ticket], hidden: Array
     ) -> _Flight:
         rows = next(rows for rows in self.config.row_shapes if rows >= len(samples))
-        full = any(ticket.full for ticket in tickets)
-        inputs = self._programs.full_inputs(rows) if full else plain_inputs(rows)
-        count = len(tickets)
-        inputs.temperature[:count] = [ticket.sampling.temperature for ticket in tickets]
-        inputs.uniform[:count] = uniform(
-            np.array([ticket.sampling.seed & 0xFFFFFFFFFFFFFFFF for ticket in tickets], np.uint64),
-            np.array([_position(step, sample) for sample in samples]),
-        )
-        top = None
-        if full:
+        programs, top = self._programs, None
+        if any(ticket.full for ticket in tickets):
+            inputs = programs.full_inputs(rows)
+            self._draw(inputs, step, samples, tickets)
             for index, ticket in enumerate(tickets):
                 if ticket.full:
                     try:
-                        _fill(inputs, index, ticket)
+                        fill_inputs(inputs, index, ticket)
                     except GymLLMError as error:
                         # Its grammar can't go on; the others of the step can.
                         ticket.error = f"{error}{ticket.name}"
-            packed, previous, *top = self._programs.sample_full(self._state, hidden, inputs)
+            packed, previous, *both = programs.sample_full(self._state, hidden, inputs)
+            top = both[0], both[1]
         else:
-            packed, previous = self._programs.sample_plain(self._state, hidden, inputs)
-        return _Flight(
-            step, samples, tickets, packed, previous, tuple(top) if top else None, self._version
+            plain = plain_inputs(rows)
+            self._draw(plain, step, samples, tickets)
+            packed, previous = programs.sample_plain(self._state, hidden, plain)
+        return _Flight(step, samples, tickets, packed, previous, top, self._version)
+
+    @staticmethod
+    def _draw(
+        inputs: PlainInputs | FullInputs, step: Step, samples: list[int], tickets: list[Ticket]
+    ) -> None:
+        """Writes the temperatures and the uniform numbers that decide what is drawn."""
+        count = len(tickets)
+        temperature_F, uniform_F = np.asarray(inputs.temperature), np.asarray(inputs.uniform)
+        temperature_F[:count] = [ticket.sampling.temperature for ticket in tickets]
+        uniform_F[:count] = uniform(
+            np.array([ticket.sampling.seed & _SEEDS for ticket in tickets], np.uint64),
+            np.array([_position(step, sample) for sample in samples]),
         )
 
     def _count(self, step: Step) -> None:
@@ -567,53 +453,28 @@ class JaxEngine:
         if flight.top is not None:
             top = np.asarray(flight.top[0]), np.asarray(flight.top[1])
         where = {id(ticket.request): index for index, ticket in enumerate(flight.tickets)}
-        told: list[_Ticket] = []
+        told: list[Ticket] = []
         for request, token in self._scheduler.complete(flight.step, tokens):
             ticket = self._tickets.get(request)
             if ticket is None:
                 continue
             index = where[id(request)]
             if sampled.bad[index]:
-                ticket.error = ticket.error or _no_numbers(ticket)
+                ticket.error = ticket.error or no_numbers(ticket)
             if not ticket.error:
-                ticket.tokens.append(token)
                 ticket.logprobs.append(float(sampled.logprob[index]))
                 ticket.base_logprobs.append(float(sampled.base_logprob[index]))
-                ticket.top_logprobs.append(_likeliest(top, index, ticket.sampling.top_logprobs))
+                ticket.top_logprobs.append(likeliest(top, index, ticket.sampling.top_logprobs))
                 ticket.versions.append(flight.version)
                 self.counts.generated_tokens += 1
-                self._look_for_an_end(ticket, token)
+                ticket.take(token, context_length=self.config.context_length)
             if ticket.ended:
                 self._scheduler.finish(request)
                 del self._tickets[request]
                 self.counts.requests += 1
             if ticket.ended or ticket.streaming:
                 told.append(ticket)
-        _tell(told)
-
-    def _look_for_an_end(self, ticket: _Ticket, token: int) -> None:
-        sampling = ticket.sampling
-        if ticket.seen:
-            ticket.seen[token] = ticket.seen.get(token, 0) + 1
-        stop = ticket.stops.push(token) if ticket.stops else None
-        finished = False
-        if ticket.matcher is not None:
-            try:
-                ticket.matcher.accept(token)
-            except GymLLMError as error:
-                ticket.error = f"{error}{ticket.name}"
-            finished = ticket.matcher.is_finished
-        if token in sampling.stop_token_ids:
-            ticket.finish, ticket.matched = FinishReason.STOP, token
-        elif stop is not None:
-            ticket.finish, ticket.matched = FinishReason.STOP, stop
-        elif finished:
-            ticket.finish = FinishReason.STOP
-        elif (
-            len(ticket.tokens) >= sampling.max_new_tokens
-            or ticket.request.prompt_length + len(ticket.tokens) >= self.config.context_length
-        ):
-            ticket.finish = FinishReason.LENGTH
+        tell(told)
 
     def _fail_everything(self) -> None:
         with self._wake:
@@ -623,7 +484,7 @@ class JaxEngine:
         why = f"the engine broke: {self._broken!r}" if self._broken else "the engine was closed."
         for ticket in left:
             ticket.error = why
-        _tell(left)
+        tell(left)
 
 
 def _kernels(config: EngineConfig, mesh: Mesh | None, log: Callable[[str], None]) -> Kernels | None:
@@ -636,10 +497,10 @@ def _kernels(config: EngineConfig, mesh: Mesh | None, log: Callable[[str], None]
     elif mesh is not None and mesh.size > 1:
         why = "the engine runs on several devices"
     else:
-        kernels = load_kernels()
-        if isinstance(kernels, Kernels):
+        kernels = load()
+        if kernels is not None:
             return kernels
-        why = kernels
+        why = unavailable() or ""
     if config.kernels == "cpu":
         raise ConfigError(f"engine.kernels is cpu, but {why}. Set it to auto or xla.")
     if jax.default_backend() == "cpu":
@@ -660,94 +521,3 @@ def _position(step: Step, sample: int) -> int:
         return step.decode[sample].position + 1
     block = step.prefill[sample - step.rows]
     return block.start + len(block.tokens)
-
-
-def _fill(inputs: FullInputs, index: int, ticket: _Ticket) -> None:
-    """Writes what one request asks of the full sampler."""
-    sampling = ticket.sampling
-    inputs.top_k[index] = sampling.top_k
-    inputs.top_p[index] = sampling.top_p
-    inputs.min_p[index] = sampling.min_p
-    inputs.repetition_penalty[index] = sampling.repetition_penalty
-    inputs.presence_penalty[index] = sampling.presence_penalty
-    inputs.frequency_penalty[index] = sampling.frequency_penalty
-    if ticket.seen:
-        inputs.seen_ids[index, : len(ticket.seen)] = list(ticket.seen)
-        inputs.seen_count[index, : len(ticket.seen)] = list(ticket.seen.values())
-    if sampling.logit_bias:
-        count = len(sampling.logit_bias)
-        inputs.bias_ids[index, :count] = list(sampling.logit_bias)
-        inputs.bias[index, :count] = list(sampling.logit_bias.values())
-    if ticket.matcher is not None:
-        ticket.matcher.mask(inputs.allowed[index])
-
-
-def _likeliest(
-    top: tuple[np.ndarray, np.ndarray] | None, index: int, count: int
-) -> Mapping[int, float]:
-    if top is None or not count:
-        return {}
-    pairs = zip(top[0][index, :count].tolist(), top[1][index, :count].tolist(), strict=True)
-    return {token: logprob for token, logprob in pairs if token >= 0}
-
-
-def _no_numbers(ticket: _Ticket) -> str:
-    return (
-        f"no token could be drawn{ticket.name}: the model's logits are NaN or infinite there, or "
-        "logit_bias and the grammar together allow no token."
-    )
-
-
-def _queued_s(ticket: _Ticket) -> float:
-    return (ticket.started_ns - ticket.queued_ns) / 1e9
-
-
-def _generation(ticket: _Ticket) -> Generation:
-    if ticket.error:
-        raise EngineError(ticket.error)
-    assert ticket.finish is not None, "an engine answers only finished requests"
-    return Generation(
-        token_ids=np.array(ticket.tokens, np.int32),
-        logprobs=np.array(ticket.logprobs, np.float32),
-        versions=np.array(ticket.versions, np.int32),
-        finish_reason=ticket.finish,
-        base_logprobs=np.array(ticket.base_logprobs, np.float32),
-        top_logprobs=tuple(ticket.top_logprobs) if ticket.sampling.top_logprobs else (),
-        matched=ticket.matched,
-        reused_tokens=ticket.request.reused,
-        queued_s=_queued_s(ticket),
-    )
-
-
-def _delta(ticket: _Ticket, have: int, finish: FinishReason | None) -> Delta:
-    new = slice(ticket.told, have)
-    ticket.told = have
-    return Delta(
-        token_ids=ticket.tokens[new],
-        logprobs=ticket.logprobs[new],
-        base_logprobs=ticket.base_logprobs[new],
-        versions=ticket.versions[new],
-        top_logprobs=ticket.top_logprobs[new],
-        finish_reason=finish,
-        matched=ticket.matched if finish else None,
-        reused_tokens=ticket.request.reused,
-        queued_s=_queued_s(ticket),
-    )
-
-
-def _tell(tickets: list[_Ticket]) -> None:
-    """Wakes whoever waits for these, with one call an event loop."""
-    loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-    for ticket in tickets:
-        loops.setdefault(ticket.loop, []).append(ticket.wake)
-    for loop, events in loops.items():
-        try:
-            loop.call_soon_threadsafe(_set, events)
-        except RuntimeError:
-            # The loop is closed: nobody waits any more.
-            continue
-
-
-def _set(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()

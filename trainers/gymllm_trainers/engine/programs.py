@@ -21,12 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gymllm_trainers.compilation import compile_ahead
 from gymllm_trainers.engine.batch import StepLayout
-
-try:
-    from gymllm_trainers.engine.kernels import Kernels
-except ImportError:
-    Kernels = type(None)
 from gymllm_trainers.engine.config import EngineConfig
+from gymllm_trainers.engine.kernels import Kernels
 from gymllm_trainers.engine.paged_attention import (
     PagedCache,
     copy_pages,
@@ -73,7 +69,7 @@ class Programs:
             state: Its parameters, for their shapes, dtypes and shardings.
             config: Sizes; `pages` is set.
             kernels: What replaces XLA's matrix products and attention, if anything does.
-            mesh: Where the parameters are, if on several devices; the cache is divided over its axis "tensor".
+            mesh: Where the parameters are, if on several devices; the cache is divided over "tensor".
         """
         self._graph, self._config, self._kernels, self._mesh = graph, config, kernels, mesh
         self._state = jax.tree.map(_abstract, state)
@@ -90,37 +86,49 @@ class Programs:
     def compile(self, log: Callable[[str], None] = lambda name: None) -> None:
         """Compiles every program; calls `log` with each one's name before it does."""
         cache = jax.eval_shape(self._empty_cache)
+        whole = laid_out = None
         if self._mesh is not None:
+            whole, laid_out = NamedSharding(self._mesh, PartitionSpec()), self._sharding()
             cache = jax.tree.map(
-                lambda part: jax.ShapeDtypeStruct(
-                    part.shape, part.dtype, sharding=self._sharding()
-                ),
-                cache,
+                lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=laid_out), cache
             )
         slots = self._config.slots
-        previous = jax.ShapeDtypeStruct((slots,), np.int32)
+        previous = jax.ShapeDtypeStruct((slots,), np.int32, sharding=whole)
         hidden = jax.ShapeDtypeStruct(
-            (slots, self.decoder.hidden_size), nnx.merge(self._graph, self._state).compute_dtype
+            (slots, self.decoder.hidden_size),
+            nnx.merge(self._graph, self._state).compute_dtype,
+            sharding=whole,
         )
         for (rows, blocks), layout in self._layouts.items():
             log(f"engine step {rows} + {blocks} x {layout.block}")
-            forward = jax.jit(self._forward_of(layout), donate_argnums=(1,))
-            packed = jax.ShapeDtypeStruct((layout.size,), np.int32)
+            forward = jax.jit(
+                self._forward_of(layout),
+                donate_argnums=(1,),
+                out_shardings=None if whole is None else (whole, laid_out),
+            )
+            packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=whole)
             self._forwards[rows, blocks] = compile_ahead(
                 forward, self._state, cache, packed, previous
             )
         for rows in self._config.row_shapes:
             log(f"engine sample {rows}")
             self._samplers["plain", rows] = compile_ahead(
-                jax.jit(self._sample_plain), self._state, hidden, plain_inputs(rows)
+                jax.jit(self._sample_plain, out_shardings=whole),
+                self._state,
+                hidden,
+                plain_inputs(rows),
             )
             log(f"engine sample {rows} full")
             self._samplers["full", rows] = compile_ahead(
-                jax.jit(self._sample_full), self._state, hidden, self.full_inputs(rows)
+                jax.jit(self._sample_full, out_shardings=whole),
+                self._state,
+                hidden,
+                self.full_inputs(rows),
             )
         log("engine copy")
         pages = jax.ShapeDtypeStruct((COPIES,), np.int32)
-        self._copy = compile_ahead(jax.jit(copy_pages, donate_argnums=(0,)), cache, pages, pages)
+        copy = jax.jit(copy_pages, donate_argnums=(0,), out_shardings=laid_out)
+        self._copy = compile_ahead(copy, cache, pages, pages)
 
     def full_inputs(self, rows: int) -> FullInputs:
         """Inputs of the full sampler that change nothing; the caller's own, to write to."""
@@ -205,12 +213,12 @@ class Programs:
             def attend(
                 layer: Array,
                 window: Array | None,
-                query_TNH: Array,
-                key_TKH: Array,
-                value_TKH: Array,
-                cache: PagedCache,
+                query: Array,
+                key: Array,
+                value: Array,
+                carry: PagedCache,
             ) -> tuple[Array, PagedCache]:
-                cache = write(cache, layer, key_TKH, value_TKH, slot_T)
+                cache = write(carry, layer, key, value, slot_T)
 
                 def part(query_BCNH: Array, lanes: slice) -> Array:
                     mixed = look(
@@ -226,22 +234,18 @@ class Programs:
                     )
                     return mixed.reshape(-1, *mixed.shape[2:])
 
-                mixed = part(query_TNH[:rows, None], slice(rows))
+                mixed = part(query[:rows, None], slice(rows))
                 if layout.blocks:
-                    blocks = query_TNH[rows:].reshape(
-                        layout.blocks, layout.block, *query_TNH.shape[1:]
-                    )
+                    blocks = query[rows:].reshape(layout.blocks, layout.block, *query.shape[1:])
                     mixed = jnp.concatenate([mixed, part(blocks, slice(rows, None))])
                 return mixed, cache
 
-            linear = None
-            if kernels:
-
-                def linear(x_TI: Array, kernels_LIO: Array, layer: Array) -> Array:
-                    return kernels.linear(x_TI, kernels_LIO, layer, step.active_E)
+            def linear(x_MI: Array, kernels_LIO: Array, layer: Array) -> Array:
+                assert kernels is not None
+                return kernels.linear(x_MI, kernels_LIO, layer, step.active_E)
 
             hidden_TD, cache = decoder.trunk(
-                token_T, layout.positions(step), attend, cache, linear=linear
+                token_T, layout.positions(step), attend, cache, linear=linear if kernels else None
             )
             return hidden_TD[step.pick_S], cache
 
@@ -312,5 +316,5 @@ def plain_inputs(rows: int) -> PlainInputs:
 
 
 def _abstract(leaf: Array) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding if len(leaf.sharding.device_set) > 1 else None
+    sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -40,8 +40,7 @@ class Publisher:
         self._cast: Program = jax.jit(lambda leaves: [leaf.astype(self._dtype) for leaf in leaves])
         self._finite: Program = jax.jit(_finite)
         self._compiled: dict[tuple[Path, ...], Program] = {}
-        self._flat: dict[Path, Any] = dict(nnx.to_flat_state(state))
-        self._flat = self._converted(self._flat)
+        self._flat = self._converted(_flat(state))
         self._shardings = {path: variable[...].sharding for path, variable in self._flat.items()}
 
     def compile(self) -> None:
@@ -70,7 +69,7 @@ class Publisher:
             ModelError: A name or shape is another, or a number is NaN or infinite; nothing is taken.
         """
         # In the engine's order, which is that of what was compiled.
-        found = dict(nnx.to_flat_state(state))
+        found = _flat(state)
         given = {path: found.pop(path) for path in self._flat if path in found} | found
         for path, variable in given.items():
             own = self._flat.get(path)
@@ -126,6 +125,11 @@ class Publisher:
             path: variable.replace(cast[path]) if path in cast else variable
             for path, variable in flat.items()
         }
+
+
+def _flat(state: Tree) -> dict[Path, Any]:
+    """The parameters by their paths, in variables of our own: the caller may write to his."""
+    return dict(nnx.to_flat_state(jax.tree.map(lambda leaf: leaf, state)))
 
 
 def _finite(leaves: list[Array]) -> list[Array]:

@@ -17,7 +17,8 @@ from gymllm.errors import ConfigError, EngineError
 from gymllm.timeline import Timeline
 from gymllm_agents.tokenizer import Tokenizer
 from gymllm_trainers.engine.config import EngineConfig
-from gymllm_trainers.engine.engine import Delta, EngineCounts, JaxEngine
+from gymllm_trainers.engine.engine import EngineCounts, JaxEngine
+from gymllm_trainers.engine.tickets import Delta
 from gymllm_trainers.models.decoder import Decoder
 from gymllm_trainers.models.sharding import make_mesh, shard_decoder
 
@@ -35,9 +36,14 @@ waiting there costs more than computing its prompt again."""
 class EmbeddedEngine(Engine, Protocol):
     """What the trainer, the evaluator and the server use of an engine in this process."""
 
-    idle_cause: Callable[[], str]
     ready: threading.Event
 
+    @property
+    def idle_cause(self) -> Callable[[], str]: ...
+    @idle_cause.setter
+    def idle_cause(self, cause: Callable[[], str]) -> None: ...
+    @property
+    def closed(self) -> bool: ...
     @property
     def counts(self) -> EngineCounts: ...
     @property
@@ -113,7 +119,7 @@ class Replicas:
         self.config = engines[0].config
         self._homes: OrderedDict[tuple[int, ...], JaxEngine] = OrderedDict()
         self._lock = threading.Lock()
-        self.ready = _All([engine.ready for engine in engines])
+        self.ready: threading.Event = _All([engine.ready for engine in engines])
 
     # ------------------------------------------------------------------ as one
 
@@ -126,6 +132,11 @@ class Replicas:
     def version(self) -> int:
         """Oldest version that a replica's next step runs with."""
         return min(engine.version for engine in self.engines)
+
+    @property
+    def closed(self) -> bool:
+        """Whether none takes requests any more."""
+        return all(engine.closed for engine in self.engines)
 
     @property
     def waiting(self) -> int:
@@ -230,7 +241,7 @@ class Replicas:
 def _sharded(decoder: Decoder, mesh: Mesh) -> Decoder:
     """A decoder with the same parameters on the mesh; the one given stays where it is."""
     graph, state = nnx.split(decoder)
-    copy = nnx.merge(graph, state)
+    copy = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # with variables of its own
     shard_decoder(copy, mesh)
     return copy
 

@@ -16,7 +16,7 @@ X ids that were seen, B ids with a bias, W = ceil(V / 32) words of a bit mask, C
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -148,6 +148,40 @@ def neutral_inputs(rows: int, vocabulary: int, *, seen: int = 0, biases: int = 0
     )
 
 
+@final
+class SeenTokens:
+    """The distinct tokens of one request's prompt and generation, on the host, for `FullInputs`."""
+
+    def __init__(self, prompt_ids: npt.ArrayLike, max_new_tokens: int) -> None:
+        """Starts with nothing generated.
+
+        Args:
+            prompt_ids: Integers, shape [N].
+            max_new_tokens: Most tokens that will be added.
+        """
+        distinct = np.unique(np.asarray(prompt_ids, np.int32))
+        self._size = len(distinct)
+        self._ids = np.concatenate([distinct, np.full(max_new_tokens, -1, np.int32)])
+        self._count = np.zeros(len(self._ids), np.int32)
+        self._places = {int(token_id): place for place, token_id in enumerate(distinct)}
+
+    def __len__(self) -> int:
+        """How many there are: what X must be at least."""
+        return self._size
+
+    def add(self, token_id: int) -> None:
+        """Counts a generated token."""
+        place = self._places.setdefault(token_id, self._size)
+        self._ids[place] = token_id
+        self._count[place] += 1
+        self._size = len(self._places)
+
+    def fill(self, seen_ids: npt.NDArray[np.int32], seen_count: npt.NDArray[np.int32]) -> None:
+        """Writes them to a row of `FullInputs.seen_ids` and of `seen_count`, both [X]."""
+        seen_ids[: self._size], seen_ids[self._size :] = self._ids[: self._size], -1
+        seen_count[: self._size], seen_count[self._size :] = self._count[: self._size], 0
+
+
 def sample_plain(logits_FV: Array, inputs: PlainInputs) -> Sampled:
     """Draws a token a row from the softmax of its logits over its temperature.
 
@@ -155,6 +189,7 @@ def sample_plain(logits_FV: Array, inputs: PlainInputs) -> Sampled:
         logits_FV: float32.
         inputs: See there.
     """
+    assert logits_FV.dtype == jnp.float32
     top_F = jnp.max(logits_FV, axis=-1)
     base_FV = logits_FV - top_F[:, None]
     base_sum_F = _sum(jnp.exp(_columns(base_FV)))
@@ -173,6 +208,7 @@ def sample_full(logits_FV: Array, inputs: FullInputs) -> FullSampled:
         logits_FV: float32.
         inputs: See there.
     """
+    assert logits_FV.dtype == jnp.float32
     inputs = FullInputs(*(jnp.asarray(part) for part in inputs))
     base_top_F = jnp.max(logits_FV, axis=-1)
     base_FV = logits_FV - base_top_F[:, None]
@@ -364,11 +400,10 @@ def _smallest_reaching(
         low_F, high_F = bounds
         middle_F = low_F + (high_F - low_F) // 2
         within_F = jnp.sum(jnp.where(distance_FV <= middle_F[:, None], weight_FV, 0), axis=-1)
-        high_F = jnp.where(within_F >= target_F, middle_F, high_F)
-        # An exact hit ends the search: all smaller distances that reach it keep the same tokens.
-        low_F = jnp.where(within_F <= target_F, middle_F, low_F)
-        low_F = jnp.where(within_F == target_F, middle_F - 1, low_F)
-        return jnp.maximum(low_F, -1), high_F
+        low_F = jnp.where(within_F < target_F, middle_F, low_F)
+        high_F = jnp.where(within_F < target_F, high_F, middle_F)
+        # An exact hit ends the search: smaller distances that reach the target keep the same tokens.
+        return jnp.where(within_F == target_F, middle_F - 1, low_F), high_F
 
     return lax.while_loop(unfinished, halve, (low_F, high_F))[1]
 

@@ -20,9 +20,7 @@ from dataclasses import dataclass, field
 
 from gymllm_trainers.engine.config import EngineConfig
 from gymllm_trainers.engine.placement import Placement
-from gymllm_trainers.engine.requests import DecodeRow, PrefillBlock
-from gymllm_trainers.engine.requests import Request as Request
-from gymllm_trainers.engine.requests import Step as Step
+from gymllm_trainers.engine.requests import DecodeRow, PrefillBlock, Request, Step
 
 
 @dataclass(frozen=True)
