@@ -9,10 +9,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 import platformdirs
 
 from gymllm.errors import EngineError
@@ -45,8 +45,14 @@ def build(*, flags: tuple[str, ...] = ("-march=native",), folder: Path | None = 
         )
     folder = folder or Path(platformdirs.user_cache_dir("gymllm")) / "kernels"
     sources = sorted(_HERE.glob("*.c"))
-    version = _run(compiler, "--version")
-    parts = [jaxlib.__version__, compiler, version, *_FLAGS, *flags, _processor()]
+    parts = [
+        version("jaxlib"),
+        compiler,
+        _run(compiler, "--version"),
+        *_FLAGS,
+        *flags,
+        _processor(),
+    ]
     parts += [path.read_text() for path in (*sources, _HERE / "common.h")]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     library = folder / f"kernels-{digest}.so"

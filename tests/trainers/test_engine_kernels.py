@@ -1,0 +1,226 @@
+"""The engine's kernels for CPUs: products against NumPy, the same bits in any batch, how they are built."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from jax import Array
+
+from gymllm.errors import ConfigError, EngineError
+from gymllm_trainers.engine import kernels
+from gymllm_trainers.engine.kernels.calls import open_library
+from gymllm_trainers.engine.paged_attention import PagedCache
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("cc") is None and shutil.which("gcc") is None, reason="needs a C compiler"
+)
+Floats = npt.NDArray[np.float32]
+TYPES = [
+    ("float32", "float32"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+]
+
+
+@pytest.fixture(scope="module")
+def native() -> kernels.Kernels:
+    """The kernels as the engine loads them."""
+    loaded = kernels.load()
+    if loaded is None:
+        pytest.skip(str(kernels.unavailable()))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> kernels.Kernels:
+    """The kernels without a processor's own instructions."""
+    folder = tmp_path_factory.mktemp("plain")
+    return open_library(kernels.build(flags=("-DPORTABLE", "-O1"), folder=folder))
+
+
+def draw(seed: int, *shape: int, dtype: str = "float32") -> Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32).astype(dtype)
+
+
+def close(out: Array, x: Array, kernel: Array) -> None:
+    """`out` is x @ kernel, in float32 or rounded to x's type."""
+    wide = (np.asarray(part.astype(jnp.float32), np.float64) for part in (x, kernel))
+    expected = np.matmul(*wide)
+    rounded = 2**-8 if out.dtype == jnp.bfloat16 else 1e-6
+    tolerance = {"rtol": rounded, "atol": 1e-5 * x.shape[1] ** 0.5}
+    np.testing.assert_allclose(np.asarray(out.astype(jnp.float32)), expected, **tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", ["native", "plain"])
+@pytest.mark.parametrize(("x_type", "kernel_type"), TYPES)
+def test_products_equal_numpy(
+    which: str, x_type: str, kernel_type: str, request: pytest.FixtureRequest
+) -> None:
+    loaded: kernels.Kernels = request.getfixturevalue(which)
+
+    @jax.jit
+    def products(x: Array, kernel: Array) -> tuple[Array, Array, Array]:
+        tied = loaded.logits_tied(x, kernel[1].T)
+        return loaded.linear(x, kernel, jnp.int32(1)), tied, loaded.logits(x, kernel[1])
+
+    # Whole and broken panels; few rows, several tiles; more steps than a packed panel has; odd sums.
+    for depth, columns, rows in ((64, 384, 2), (2100, 50, 3), (40, 149, 9), (33, 5, 37)):
+        kernel = draw(1, 2, depth, columns, dtype=kernel_type)
+        x = draw(2, rows, depth, dtype=x_type)
+        out, tied, untied = products(x, kernel)
+        assert out.dtype == x.dtype
+        assert tied.dtype == untied.dtype == jnp.float32
+        close(out, x, kernel[1])
+        close(untied, x, kernel[1])
+        assert np.array_equal(tied, untied)
+
+
+@pytest.mark.parametrize(("x_type", "kernel_type"), TYPES)
+def test_row_has_the_same_bits_in_any_batch(
+    native: kernels.Kernels, x_type: str, kernel_type: str
+) -> None:
+    kernel = draw(0, 1, 576, 400, dtype=kernel_type)
+    x = draw(1, 70, 576, dtype=x_type)
+    whole = np.asarray(native.logits(x, kernel[0]))
+    tied = np.asarray(native.logits_tied(x, kernel[0].T))
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 69):
+        part = native.logits(x[70 - count :], kernel[0])
+        assert np.array_equal(part, whole[70 - count :]), count
+        part = native.logits_tied(x[70 - count :], kernel[0].T)
+        assert np.array_equal(part, tied[70 - count :]), count
+
+
+def test_rows_that_are_not_active_come_out_zero(native: kernels.Kernels) -> None:
+    kernel, x = draw(0, 3, 96, 100), draw(1, 20, 96)
+    # What stands in the others doesn't matter.
+    active = np.array([17, 2, 5, 19, 11], np.int32)
+    idle = np.setdiff1d(np.arange(20), active)
+    rows = np.zeros(21, np.int32)
+    for count in (0, 1, 5):
+        rows[0], rows[1 : 1 + count] = count, active[:count]
+        out = np.asarray(jax.jit(native.linear)(x.at[idle].set(jnp.nan), kernel, 2, rows))
+        whole = np.asarray(native.linear(x, kernel, 2))
+        assert np.array_equal(out[active[:count]], whole[active[:count]])
+        assert not np.delete(out, active[:count], axis=0).any()
+
+
+def test_layers_are_read_in_place(native: kernels.Kernels) -> None:
+    kernel = draw(0, 8, 64, 512)
+
+    def through(x: Array, kernel: Array) -> Array:
+        def layer(x: Array, at: Array) -> tuple[Array, None]:
+            return x + native.linear(x, kernel, at)[:, :64], None
+
+        return jax.lax.scan(layer, x, jnp.arange(8))[0]
+
+    compiled = jax.jit(through).lower(draw(1, 4, 64), kernel).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < kernel[0].nbytes
+    expected = draw(1, 4, 64)
+    for at in range(8):
+        expected += jnp.dot(expected, kernel[at], precision="highest")[:, :64]
+    np.testing.assert_allclose(compiled(draw(1, 4, 64), kernel), expected, rtol=1e-3)
+
+
+@needs_compiler
+def test_portable_attention_equals_native(native: kernels.Kernels, plain: kernels.Kernels) -> None:
+    page_size, table = 4, np.arange(1, 41, dtype=np.int32)[None]
+    for size, dtype in ((20, "float32"), (64, "bfloat16")):
+        shape = 1, 41, 2, page_size, size
+        key, value, query = draw(0, *shape), draw(1, *shape), draw(2, 1, 5, 6, size)
+        cache = PagedCache(key.astype(dtype), value.astype(dtype))
+        outs = [
+            loaded.paged_attention(
+                query, cache, 0, table, [150], [5], scale=0.3, window=100, softcap=2.0
+            )
+            for loaded in (native, plain)
+        ]
+        np.testing.assert_allclose(outs[0], outs[1], rtol=1e-5, atol=1e-5)
+
+
+def test_values_that_make_no_sense_are_refused(native: kernels.Kernels) -> None:
+    kernel, x = draw(0, 3, 16, 16), draw(1, 2, 16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no such layer"):
+        native.linear(x, kernel, 3).block_until_ready()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="an index that is no row"):
+        native.linear(x, kernel, 0, np.array([1, 2, 0], np.int32)).block_until_ready()
+    cache = PagedCache(jnp.zeros((1, 3, 1, 4, 16)), jnp.zeros((1, 3, 1, 4, 16)))
+    query, table = draw(0, 1, 2, 2, 16), np.array([[1, 2]], np.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not within its page table"):
+        native.paged_attention(query, cache, 0, table, [7], [2], scale=1.0).block_until_ready()
+    with pytest.raises(ConfigError, match=r"float32 and bfloat16, got float16.*engine\.kernels"):
+        native.linear(x.astype(jnp.float16), kernel, 0)
+
+
+@needs_compiler
+def test_builds_at_once_make_one_library(tmp_path: Path) -> None:
+    flags = ("-O0", "-DPORTABLE")
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda _: kernels.build(flags=flags, folder=tmp_path), range(3)))
+    assert set(made) == set(tmp_path.iterdir()) == {made[0]}
+    # Found again, not built again.
+    changed = made[0].stat().st_mtime_ns
+    assert kernels.build(flags=flags, folder=tmp_path).stat().st_mtime_ns == changed
+
+
+@needs_compiler
+def test_failed_build_says_what_the_compiler_said(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"could not be compiled: .*no-such-flag"):
+        kernels.build(flags=("--no-such-flag",), folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EngineError, match=r"No C compiler is on the PATH .*apt-get install gcc"):
+        kernels.build(folder=tmp_path)
+
+
+@needs_compiler
+def test_broken_library_is_said(tmp_path: Path) -> None:
+    library = tmp_path / "kernels-broken.so"
+    library.write_bytes(b"no library")
+    with pytest.raises(EngineError, match=r"can't be loaded: .*Remove .*kernels-broken"):
+        open_library(library)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """Odd sizes under the address and undefined-behaviour sanitizers, in a process of its own."""
+    flags = ("-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+    library = kernels.build(flags=flags, folder=tmp_path)
+    runtimes = [
+        subprocess.run(
+            ["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        # The sanitizer looks for C++'s exceptions when it is loaded, and JAX throws some.
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    program = Path(__file__).parent / "kernels_odd_sizes.py"
+    done = subprocess.run(
+        [sys.executable, str(program), str(library)],
+        env={
+            "LD_PRELOAD": " ".join(runtimes),
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "every size done" in done.stdout
