@@ -17,6 +17,7 @@ from gymllm_trainers.engine.sampling import (
     FullSampled,
     PlainInputs,
     Sampled,
+    SeenTokens,
     _mixed,
     neutral_inputs,
     sample_full,
@@ -380,6 +381,18 @@ def test_few_tokens_have_few_likeliest() -> None:
     out: FullSampled = host(full(logits, make_inputs(*SMALL)))
     assert out.top_ids[0].tolist() == [299, 7] + [-1] * 18
     np.testing.assert_allclose(np.exp(out.top_logprobs[0]).sum(), 1, atol=1e-6)
+
+
+def test_seen_tokens_are_distinct_and_counted() -> None:
+    seen = SeenTokens([7, 3, 7, 9], 4)
+    ids, count = np.full(8, 55, np.int32), np.full(8, 55, np.int32)
+    for token in (3, 20, 3, 20):
+        seen.add(token)
+    seen.fill(ids, count)
+    assert len(seen) == 4
+    assert dict(zip(ids[:4], count[:4], strict=True)) == {7: 0, 3: 2, 9: 0, 20: 2}
+    assert ids[4:].tolist() == [-1] * 4
+    assert count[4:].tolist() == [0] * 4
 
 
 # --- Uniform numbers ----------------------------------------------------------------------------
