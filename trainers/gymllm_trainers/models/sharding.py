@@ -199,7 +199,7 @@ def constrain_rows(x: Array) -> Array:
     Left alone, XLA divides activations by width, as the embedding is, and then sums them over devices at each
     linear instead of gathering the layer's weights.
     """
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROW_AXES)) if _in_mesh(x) else x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROW_AXES)) if rows_divided(x) else x
 
 
 def constrain_embedded(x: Array) -> Array:
@@ -208,15 +208,15 @@ def constrain_embedded(x: Array) -> Array:
     In two steps: XLA knows how to exchange one mesh axis between two axes of an array; when more changes, it
     first copies the whole batch to every device.
     """
-    if not _in_mesh(x):
+    if not rows_divided(x):
         return x
     rows = tuple(axis for axis in ROW_AXES if axis != "fsdp")
     spec = PartitionSpec(rows, *[None] * (x.ndim - 2), "fsdp")
     return constrain_rows(jax.lax.with_sharding_constraint(x, spec))
 
 
-def _in_mesh(x: Array) -> bool:
-    """Whether there is a mesh whose devices can share these rows."""
+def rows_divided(x: Array) -> bool:
+    """Whether this is inside `jax.set_mesh(mesh)` of a mesh whose devices can share these rows evenly."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not set(ROW_AXES) <= set(mesh.axis_names):
         return False
