@@ -439,7 +439,7 @@ def test_gemma_3_agrees_with_transformers_and_its_own_tokenizer(tmp_path: Path) 
     decoder = model.decoder()
     hidden = nnx.jit(Decoder.hidden)(decoder, ids_BT, positions_BT, jnp.ones_like(ids_BT))
     ours = np.asarray(decoder.logits(hidden[0, recorded["positions"]]))
-    # Logits of up to 23 after 845 tokens. Beside float64 arithmetic, transformers' float32 is off by 2.4e-4 here
+    # Logits of up to 23 after 845 tokens. Beside float64, transformers' float32 is off by 2.4e-4 here
     # and ours by 1.1e-4.
     np.testing.assert_allclose(ours[:, ::997], recorded["every_997th"], atol=4e-4, rtol=0)
     top = np.take_along_axis(ours, recorded["top_ids"], axis=1)
