@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
@@ -104,7 +105,7 @@ def walk_fields(
     config_type: type, prefix: str = ""
 ) -> Iterator[tuple[str, dataclasses.Field[object]]]:
     """Every field below a dataclass by dotted path, the nested dataclasses themselves included."""
-    hints = typing.get_type_hints(config_type)
+    hints = _hints(config_type)
     for field in dataclasses.fields(config_type):
         yield prefix + field.name, field
         nested = _dataclass_of(hints[field.name])
@@ -156,7 +157,7 @@ _Dumper.add_representer(float, _represent_float)
 
 def _merge(base: T, overrides: Mapping[str, object], prefix: str, known: Sequence[str]) -> T:
     assert dataclasses.is_dataclass(base)
-    hints = typing.get_type_hints(type(base))
+    hints = _hints(type(base))
     changes: dict[str, object] = {}
     for key, value in overrides.items():
         path = f"{prefix}{key}"
@@ -246,7 +247,7 @@ def _coerce(value: object, annotation: object, path: str, known: Sequence[str]) 
 
 def _build(record_type: type, record: Mapping[str, object], path: str) -> object:
     """A dataclass that isn't a group of settings but a value, such as an item of a list."""
-    hints = typing.get_type_hints(record_type)
+    hints = _hints(record_type)
     for key in record:
         if key not in hints:
             raise UnknownNameError(f"key of {path}", key, hints)
@@ -275,6 +276,12 @@ def _coerce_scalar(value: object, annotation: object) -> object:
             if value in (member, member.value):
                 return member
     raise _Mismatch
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Types of a dataclass's fields; evaluating their annotations takes a millisecond."""
+    return typing.get_type_hints(kind)
 
 
 def _dataclass_of(annotation: object) -> type | None:

@@ -178,8 +178,11 @@ class ScriptedServed:
         self.ready = threading.Event()
         self.ready.set()
 
+    async def generate(self, request: GenerateRequest) -> Generation:
+        return await self._scripted.generate(request)
+
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[ScriptedDelta]:
-        whole: Generation = await self._scripted.generate(request)
+        whole = await self.generate(request)
         ids = whole.token_ids.tolist()
         for place, token in enumerate(ids):
             last = place == len(ids) - 1

@@ -122,9 +122,11 @@ class Chat:
         ]
         if body.stream:
             return EventStream(lambda emit: self._stream(body, name, choices, emit))
-        async with service.running.run([choice.answer.request for choice in choices]) as pieces:
-            async for piece in pieces:
-                choices[piece.sequence].take(piece.delta)
+
+        async def take(sequence: int, delta: Delta | None) -> None:
+            choices[sequence].take(delta)
+
+        await service.running.run([choice.answer.request for choice in choices], take)
         return JSONResponse(
             {
                 **self._head(name, "chat.completion"),
@@ -138,13 +140,17 @@ class Chat:
         head = self._head(name, "chat.completion.chunk")
         usage = {"usage": None} if body.stream_options.include_usage else {}
         answers = [choice.answer for choice in choices]
-        prompt = {"prompt_token_ids": answers[0].prompt_ids} if body.return_token_ids else {}
-        async with self._service.running.run([a.request for a in answers]) as pieces:
-            async for piece in pieces:
-                choice = choices[piece.sequence]
-                for chunk in choice.chunks(piece.delta):
-                    await emit({**head, "choices": [chunk], **usage, **prompt})
-                    prompt = {}
+        prompt: dict[str, object] = {}
+        if body.return_token_ids:
+            prompt["prompt_token_ids"] = answers[0].prompt_ids
+
+        async def give(sequence: int, delta: Delta | None) -> None:
+            for chunk in choices[sequence].chunks(delta):
+                event = {**head, "choices": [chunk], **usage, **prompt}
+                prompt.clear()  # once is enough
+                await emit(event)
+
+        await self._service.running.run([answer.request for answer in answers], give)
         if usage:
             await emit({**head, "choices": [], "usage": usage_of(answers)})
         await emit("[DONE]")
@@ -184,11 +190,14 @@ class _Choice:
         self._opened = False
 
     def take(self, delta: Delta | None) -> None:
-        before = len(self.answer.shown_ids)
-        self.answer.take(delta)
-        self._text.push(self.answer.shown_ids[before:])
-        if self.answer.finish:
-            self._text.end()
+        answer, before = self.answer, len(self.answer.token_ids)
+        answer.take(delta)
+        if self._body.stream:
+            self._text.push(answer.shown_ids[before:])
+            if answer.finish:
+                self._text.end()
+        elif answer.finish:
+            self._text.set(answer.shown_ids)
 
     def whole(self) -> dict[str, object]:
         """The choice of an answer that isn't streamed."""

@@ -125,6 +125,11 @@ class MarkedText:
         self._tokenizer = tokenizer
         self._characters = TextStream(tokenizer)
 
+    def set(self, ids: Sequence[int]) -> None:
+        """Takes all ids at once."""
+        self.text, controls = self._tokenizer.decode_marked(ids)
+        self.controls = list(controls)
+
     def push(self, ids: Sequence[int]) -> None:
         """Adds ids."""
         for token in ids:

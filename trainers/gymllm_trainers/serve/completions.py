@@ -22,7 +22,7 @@ from gymllm_trainers.serve.requests import (
     openai_sampling,
 )
 from gymllm_trainers.serve.service import Service, sequences
-from gymllm_trainers.serve.visible_text import VisibleText
+from gymllm_trainers.serve.visible_text import VisibleText, whole_text
 
 _DEFAULT_TOKENS = 16
 """`max_tokens`, as OpenAI has it."""
@@ -72,9 +72,11 @@ class Completions:
         ]
         if body.stream:
             return EventStream(lambda emit: self._stream(body, name, choices, emit))
-        async with service.running.run([choice.answer.request for choice in choices]) as pieces:
-            async for piece in pieces:
-                choices[piece.sequence].take(piece.delta)
+
+        async def take(sequence: int, delta: Delta | None) -> None:
+            choices[sequence].take(delta)
+
+        await service.running.run([choice.answer.request for choice in choices], take)
         return JSONResponse(
             {
                 **self._head(name),
@@ -89,12 +91,14 @@ class Completions:
         head = self._head(name)
         usage = {"usage": None} if body.stream_options.include_usage else {}
         answers = [choice.answer for choice in choices]
-        async with self._service.running.run([a.request for a in answers]) as pieces:
-            async for piece in pieces:
-                choice = choices[piece.sequence]
-                choice.take(piece.delta)
-                if choice.has_news:
-                    await emit({**head, "choices": [choice.told()], **usage})
+
+        async def give(sequence: int, delta: Delta | None) -> None:
+            choice = choices[sequence]
+            choice.take(delta)
+            if choice.has_news:
+                await emit({**head, "choices": [choice.told()], **usage})
+
+        await self._service.running.run([answer.request for answer in answers], give)
         if usage:
             await emit({**head, "choices": [], "usage": usage_of(answers)})
         await emit("[DONE]")
@@ -154,11 +158,20 @@ class _Choice:
         self._first = True
 
     def take(self, delta: Delta | None) -> None:
-        before = len(self.answer.shown_ids)
-        self.answer.take(delta)
-        self._new += self._text.push(self.answer.shown_ids[before:])
-        if self.answer.finish:
-            self._new += self._text.end(self.answer.matched)
+        answer, before = self.answer, len(self.answer.token_ids)
+        answer.take(delta)
+        if self._body.stream:
+            self._new += self._text.push(answer.shown_ids[before:])
+            if answer.finish:
+                self._new += self._text.end(answer.matched)
+        elif answer.finish:
+            self._new = whole_text(
+                self._service.tokenizer,
+                answer.shown_ids,
+                matched=answer.matched,
+                stops=self._body.cut,
+                skip_special=self._body.skip_special_tokens,
+            )
 
     @property
     def has_news(self) -> bool:

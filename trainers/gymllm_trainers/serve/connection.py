@@ -48,22 +48,25 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the producer, as an ASGI application."""
         begun = False
+        one_at_a_time = anyio.Lock()
 
         async def emit(event: Mapping[str, object] | str) -> None:
             nonlocal begun
             data = event if isinstance(event, str) else json.dumps(event, separators=(",", ":"))
-            with anyio.fail_after(STALLED_S):
-                if not begun:
-                    begun = True
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": 200,
-                            "headers": self.raw_headers,
-                        }
-                    )
-                body = f"data: {data}\n\n".encode()
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            # Shielded: an abort must not lose what was told already. Who has vanished reads at once.
+            with anyio.fail_after(STALLED_S, shield=True):
+                async with one_at_a_time:
+                    if not begun:
+                        await send(
+                            {
+                                "type": "http.response.start",
+                                "status": 200,
+                                "headers": self.raw_headers,
+                            }
+                        )
+                        begun = True
+                    body = f"data: {data}\n\n".encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
 
         async def work() -> None:
             try:

@@ -18,7 +18,7 @@ from gymllm_trainers.serve.fields import Unsupported, as_list, read_fields
 from gymllm_trainers.serve.problems import RefusedError
 from gymllm_trainers.serve.requests import biases, check_count, schema_text, seed_or_any, stop_ids
 from gymllm_trainers.serve.service import Service, sequences
-from gymllm_trainers.serve.visible_text import VisibleText
+from gymllm_trainers.serve.visible_text import VisibleText, whole_text
 
 _READS_TEXT = (None, "this server's models read text")
 _UNSUPPORTED: Unsupported = {
@@ -115,18 +115,21 @@ class Generate:
         single = not batched and len(outputs) == 1
         if body.stream:
             return EventStream(lambda emit: self._stream(outputs, single, emit))
-        async with service.running.run([output.request for output in outputs]) as pieces:
-            async for piece in pieces:
-                outputs[piece.sequence].take(piece.delta)
+
+        async def take(sequence: int, delta: Delta | None) -> None:
+            outputs[sequence].take(delta)
+
+        await service.running.run([output.request for output in outputs], take)
         shown = [output.shown() for output in outputs]
         return JSONResponse(shown[0] if single else shown)
 
     async def _stream(self, outputs: list[_Output], single: bool, emit: Emit) -> None:
-        async with self._service.running.run([o.request for o in outputs]) as pieces:
-            async for piece in pieces:
-                output = outputs[piece.sequence]
-                output.take(piece.delta)
-                await emit(output.shown() | ({} if single else {"index": piece.sequence}))
+        async def give(sequence: int, delta: Delta | None) -> None:
+            output = outputs[sequence]
+            output.take(delta)
+            await emit(output.shown() | ({} if single else {"index": sequence}))
+
+        await self._service.running.run([output.request for output in outputs], give)
         await emit("[DONE]")
 
     async def _prompts(self, body: GenerateBody) -> tuple[list[list[int]], bool]:
@@ -193,17 +196,25 @@ class _Output:
         self._answer = Answer(request=request, prompt_ids=prompt, index=index)
         self._started_s = time.perf_counter()
         stops = () if wish.no_stop_trim else as_list(wish.stop)
-        self._visible = VisibleText(
-            service.tokenizer, stops=stops, skip_special=wish.skip_special_tokens
-        )
+        self._cut, self._skip = stops, wish.skip_special_tokens
+        self._visible = VisibleText(service.tokenizer, stops=stops, skip_special=self._skip)
         self._text = ""
 
     def take(self, delta: Delta | None) -> None:
-        before = len(self._answer.shown_ids)
-        self._answer.take(delta)
-        self._text += self._visible.push(self._answer.shown_ids[before:])
-        if self._answer.finish:
-            self._text += self._visible.end(self._answer.matched)
+        answer, before = self._answer, len(self._answer.token_ids)
+        answer.take(delta)
+        if self._body.stream:
+            self._text += self._visible.push(answer.shown_ids[before:])
+            if answer.finish:
+                self._text += self._visible.end(answer.matched)
+        elif answer.finish:
+            self._text = whole_text(
+                self._service.tokenizer,
+                answer.shown_ids,
+                matched=answer.matched,
+                stops=self._cut,
+                skip_special=self._skip,
+            )
 
     def shown(self) -> dict[str, object]:
         """All that there is so far."""

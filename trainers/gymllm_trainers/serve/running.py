@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import NamedTuple, final
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Protocol, final
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from gymllm.engine import GenerateRequest
 from gymllm_trainers.engine import Delta, EmbeddedEngine
 from gymllm_trainers.serve.problems import RefusedError
 
-_AHEAD = 64
-"""Pieces that wait for a slow reader here; what is behind them waits in the engine."""
 
+class Give(Protocol):
+    """Takes what the engine generates."""
 
-class Piece(NamedTuple):
-    """What one of several sequences has come to."""
-
-    sequence: int
-    """Its place among the requests."""
-    delta: Delta | None
-    """None: it was aborted, and nothing follows."""
+    async def __call__(self, sequence: int, delta: Delta | None) -> None:
+        """What a sequence has more, by its place among the requests; None: it was aborted, and nothing
+        follows."""
+        ...
 
 
 @final
@@ -45,14 +41,12 @@ class Running:
         self._engine = engine
         self._scopes: dict[str, list[anyio.CancelScope]] = {}
 
-    @asynccontextmanager
-    async def run(
-        self, requests: Sequence[GenerateRequest]
-    ) -> AsyncGenerator[MemoryObjectReceiveStream[Piece]]:
-        """Generates while the block runs, all at once; leaving it ends what is not done.
+    async def run(self, requests: Sequence[GenerateRequest], give: Give) -> None:
+        """Generates all of them at once; being cancelled ends them.
 
         Args:
             requests: Several with the same `request_id` are aborted together.
+            give: Awaited with each piece; a sequence goes on once it returns.
 
         Raises:
             RefusedError: There is too much to do already, or a name is in use.
@@ -63,15 +57,11 @@ class Running:
         for name, scope in scopes:
             self._scopes.setdefault(name, []).append(scope)
         try:
-            send, pieces = anyio.create_memory_object_stream[Piece](_AHEAD)
-            async with anyio.create_task_group() as group, pieces:
-                for index, (request, (name, scope)) in enumerate(
+            async with anyio.create_task_group() as group:
+                for sequence, (request, (name, scope)) in enumerate(
                     zip(requests, scopes, strict=True)
                 ):
-                    group.start_soon(self._pump, index, request, scope, send.clone(), name=name)
-                send.close()
-                yield pieces
-                group.cancel_scope.cancel()
+                    group.start_soon(self._generate, sequence, request, scope, give, name=name)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -119,21 +109,16 @@ class Running:
                 raise RefusedError(400, f"a request called {name!r} is running.", param="rid")
         self.sequences += count
 
-    async def _pump(
-        self,
-        index: int,
-        request: GenerateRequest,
-        scope: anyio.CancelScope,
-        send: MemoryObjectSendStream[Piece],
+    async def _generate(
+        self, sequence: int, request: GenerateRequest, scope: anyio.CancelScope, give: Give
     ) -> None:
-        async with send:
-            with scope:
-                async with aclosing(self._engine.stream(request)) as deltas:
-                    async for delta in deltas:
-                        await send.send(Piece(index, delta))
-                return
-            self._refuse_if_ending()
-            await send.send(Piece(index, None))
+        with scope:
+            async with aclosing(self._engine.stream(request)) as deltas:
+                async for delta in deltas:
+                    await give(sequence, delta)
+            return
+        self._refuse_if_ending()
+        await give(sequence, None)
 
     def _refuse_if_ending(self) -> None:
         if self.ending:

@@ -32,7 +32,6 @@ try:
 
     from gymllm_trainers.serve.app import make_app
     from gymllm_trainers.serve.control import Control
-    from gymllm_trainers.serve.problems import RefusedError
     from gymllm_trainers.serve.service import Service
     from gymllm_trainers.serve.weights import Weights
 except ImportError as error:
@@ -214,15 +213,11 @@ async def serve(
 
     async def announce() -> None:
         await anyio.to_thread.run_sync(engine.ready.wait, abandon_on_cancel=True)
-        trial = GenerateRequest(
-            prompt_ids=[tokenizer.eos_token_id],
-            sampling=SamplingParams(max_new_tokens=1),
-            request_id="trial",
+        await engine.generate(
+            GenerateRequest(
+                prompt_ids=[tokenizer.eos_token_id], sampling=SamplingParams(max_new_tokens=1)
+            )
         )
-        with contextlib.suppress(RefusedError):  # it may be told to end before it has begun
-            async with service.running.run([trial]) as pieces:
-                async for _ in pieces:
-                    pass
         host, port = listener.getsockname()[:2]
         say(f"{settings.served_name} at http://{f'[{host}]' if ':' in host else host}:{port}")
 

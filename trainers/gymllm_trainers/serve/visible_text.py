@@ -41,6 +41,19 @@ class VisibleText:
         return text
 
 
+def whole_text(
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    *,
+    matched: int | str | None,
+    stops: Sequence[str],
+    skip_special: bool,
+) -> str:
+    """What `VisibleText` comes to, of all ids at once."""
+    text = tokenizer.decode(ids, skip_special=skip_special)
+    return text.partition(matched)[0] if isinstance(matched, str) and matched in stops else text
+
+
 def overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that belong to a stop string, or may be its beginning."""
     whole = text.find(stop)
