@@ -7,6 +7,7 @@ turns with ours, as the machine is shared; what can't be installed says so in it
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from engine_publication import publication_rows
@@ -35,6 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
     quick, table = arguments.quick, Table()
     keep_freed_memory()  # as gymllm-train and gymllm-serve do
+    load_row(table, "before")
     for section in arguments.only:
         try:
             if section == "tunix":
@@ -49,7 +51,14 @@ def main() -> None:
                 publication_rows(table, arguments.model, quick=quick)
         except GymLLMError as error:
             table.add(section, f"not measured: {error}")
+    load_row(table, "after")
     table.print_json()
+
+
+def load_row(table: Table, when: str) -> None:
+    """How busy the machine is with this and all else: what is measured beside other work is too slow."""
+    what = f"load of the machine's {os.cpu_count()} cores {when}, mean of a minute"
+    table.add(what, os.getloadavg()[0], "", "this run alone")
 
 
 if __name__ == "__main__":

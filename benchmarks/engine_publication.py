@@ -132,7 +132,7 @@ async def _measure(
                 await asyncio.sleep(LOOK_S)
             moments.append(time.perf_counter())
             # In a thread, as it blocks while it looks for NaN.
-            await asyncio.to_thread(engine.publish, weights[number % len(weights)], number)
+            await asyncio.to_thread(engine.publish, weights[(number - 1) % len(weights)], number)
             taken_s.append(time.perf_counter() - moments[-1])
 
     with watched(engine) as steps:
