@@ -5,7 +5,8 @@ R = G * S queries that share a key-value head in a block.
 
 The scores of one block of queries with one block of keys are all that is held: softmax goes over the key
 blocks online (Milakov and Gimelshein 2018, arXiv:1805.02867), and the backward pass computes the scores
-again from the saved log-sum-exp (FlashAttention-2, algorithms 1 and 2 of Dao 2023, arXiv:2307.08691).
+again from each query's saved peak and sum (FlashAttention-2, algorithms 1 and 2 of Dao 2023,
+arXiv:2307.08691).
 Loops over key blocks start at the first one that a segment or a window reaches.
 """
 
@@ -47,7 +48,10 @@ class _Saved(NamedTuple):
     value_JBKSH: Array
     where: _Where
     mixed_JBKRH: Array
-    logsumexp_JBKR: Array
+    peak_JBKR: Array
+    """Each query's highest score."""
+    total_JBKR: Array
+    """Sum of exp(score - peak). Kept apart from the peak: their log-sum-exp would round large scores."""
 
 
 def blocked_attention(
@@ -153,7 +157,9 @@ def _attend(static: _Static, query: Array, key: Array, value: Array, where: _Whe
 def _forward(
     static: _Static, query: Array, key: Array, value: Array, where: _Where
 ) -> tuple[Array, _Saved]:
-    def block(_: None, inputs: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array]]:
+    def block(
+        _: None, inputs: tuple[Array, Array, Array]
+    ) -> tuple[None, tuple[Array, Array, Array]]:
         query_BKRH, own, first = inputs
 
         def step(other: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -173,15 +179,15 @@ def _forward(
         start = (zeros, zeros[..., 0], zeros[..., 0] + _HIDDEN)
         mixed, total, peak = jax.lax.fori_loop(first, own + 1, step, start)
         total = jnp.maximum(total, 1e-30)  # 0 in a block that is all padding
-        return None, ((mixed / total[..., None]).astype(query.dtype), peak + jnp.log(total))
+        return None, ((mixed / total[..., None]).astype(query.dtype), peak, total)
 
     order_J = jnp.arange(len(query), dtype=jnp.int32)
-    _, (mixed, logsumexp) = jax.lax.scan(block, None, (query, order_J, where.first_J))
-    return mixed, _Saved(query, key, value, where, mixed, logsumexp)
+    _, (mixed, peak, total) = jax.lax.scan(block, None, (query, order_J, where.first_J))
+    return mixed, _Saved(query, key, value, where, mixed, peak, total)
 
 
 def _backward(static: _Static, saved: _Saved, cotangent: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, where, mixed, logsumexp = saved
+    query, key, value, where, mixed, peak, total = saved
     wide = cotangent.astype(jnp.float32) * mixed.astype(jnp.float32)
     # Sum over keys of share * d share: the softmax's own term.
     delta_JBKR = jnp.sum(wide, axis=-1)
@@ -189,12 +195,12 @@ def _backward(static: _Static, saved: _Saved, cotangent: Array) -> tuple[Array, 
     def block(
         carry: tuple[Array, Array], inputs: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], Array]:
-        query_BKRH, cotangent_BKRH, logsumexp_BKR, delta_BKR, own, first = inputs
+        query_BKRH, cotangent_BKRH, peak_BKR, total_BKR, delta_BKR, own, first = inputs
 
         def step(other: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_query, d_key, d_value = carry
             scores, capped = _scores(static, where, query_BKRH, key[other], own, other)
-            shares = jnp.exp(scores - logsumexp_BKR[..., None])
+            shares = jnp.exp(scores - peak_BKR[..., None]) / total_BKR[..., None]
             d_shares = _dot("bkrh,bksh->bkrs", cotangent_BKRH, value[other])
             d_scores = shares * (d_shares - delta_BKR[..., None]) * static.scale
             if static.softcap is not None:
@@ -213,7 +219,7 @@ def _backward(static: _Static, saved: _Saved, cotangent: Array) -> tuple[Array, 
 
     start = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
     order_J = jnp.arange(len(query), dtype=jnp.int32)
-    inputs = (query, cotangent, logsumexp, delta_JBKR, order_J, where.first_J)
+    inputs = (query, cotangent, peak, total, delta_JBKR, order_J, where.first_J)
     (d_key, d_value), d_query = jax.lax.scan(block, start, inputs)
     return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
 

@@ -4,9 +4,9 @@ Axes: T tokens (of a whole micro-batch, flattened), D model, V vocabulary; C tok
 block of the vocabulary.
 
 Logits are computed a chunk of tokens and a block of the vocabulary at a time; softmax goes over the blocks
-online (Milakov and Gimelshein 2018, arXiv:1805.02867), and the backward pass computes them again from the
-saved log-sum-exp. Under `jax.set_mesh` each device takes its own tokens and its own part of the vocabulary;
-devices speak to each other once in each pass, outside all loops.
+online (Milakov and Gimelshein 2018, arXiv:1805.02867), and the backward pass computes them again, and softmax
+from each token's saved peak and sum. Under `jax.set_mesh` each device takes its own tokens and its own part
+of the vocabulary; devices speak to each other once in each pass, outside all loops.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _statistics(
 def _forward(
     static: _Static, hidden_TD: Array, head: Array, scale: Array, target_T: Array, wanted_T: Array
 ) -> tuple[TokenStatistics, tuple[Array, ...]]:
-    def local(*arrays: Array) -> tuple[TokenStatistics, Array]:
+    def local(*arrays: Array) -> tuple[TokenStatistics, Array, Array]:
         sums = _sums(static, *arrays)
         if static.vocab is not None:
             peak = jax.lax.pmax(sums.peak, static.vocab)
@@ -174,12 +174,13 @@ def _forward(
         entropy = jnp.log(sums.total) - sums.spread / sums.total
         statistics = TokenStatistics(sums.chosen - logsumexp, entropy)
         wanted = arrays[4]
-        return jax.tree.map(lambda x: jnp.where(wanted, x, 0.0), (statistics, logsumexp))
+        statistics = jax.tree.map(lambda x: jnp.where(wanted, x, 0.0), statistics)
+        return statistics, sums.peak, sums.total
 
     arrays = (hidden_TD, head, scale, target_T, wanted_T)
     tokens = PartitionSpec(static.rows or None)
-    statistics, logsumexp_T = _on_each_device(static, local, tokens)(*arrays)
-    return statistics, (*arrays, logsumexp_T)
+    statistics, peak_T, total_T = _on_each_device(static, local, tokens)(*arrays)
+    return statistics, (*arrays, peak_T, total_T)
 
 
 def _backward(
@@ -246,7 +247,8 @@ def _gradients(
     scale: Array,
     target_T: Array,
     wanted_T: Array,
-    logsumexp_T: Array,
+    peak_T: Array,
+    total_T: Array,
     weight_T: Array,
 ) -> tuple[Array, Array]:
     """Gradients of sum(weight * logprob) by the hidden states and the head, float32."""
@@ -254,15 +256,16 @@ def _gradients(
 
     def chunk(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden_ICD, d_head = carry
-        rows_CD, target_C, logsumexp_C, weight_C = (
-            chunks.take(index, x) for x in (hidden_TD, target_T, logsumexp_T, weight_T)
+        rows_CD, target_C, peak_C, factor_C, weight_C = (
+            chunks.take(index, x) for x in (hidden_TD, target_T, peak_T, 1 / total_T, weight_T)
         )
 
         def block(number: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             d_rows_CD, d_head = carry
             logits = blocks.logits(number, rows_CD, target_C)
             # d logprob / d logits = one-hot - softmax.
-            error_CW = logits.target_CW - jnp.exp(logits.value_CW - logsumexp_C[:, None])
+            shares_CW = jnp.exp(logits.value_CW - peak_C[:, None]) * factor_C[:, None]
+            error_CW = logits.target_CW - shares_CW
             error_CW *= weight_C[:, None] * scale
             if static.softcap is not None:
                 error_CW *= 1 - jnp.square(logits.capped_CW / static.softcap)
