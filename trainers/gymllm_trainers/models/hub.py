@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import NoReturn, Protocol, TypeVar, get_args
+from typing import NoReturn, TypeVar, get_args
 
-import numpy as np
 from jax import Array
 
 from gymllm.errors import ModelError
@@ -131,21 +130,6 @@ class TensorSlot:
     stacked: bool
     transposed: bool
     """The hub stores [out, in], we keep [in, out]."""
-
-
-class TensorSource(Protocol):
-    """An open checkpoint, seen in the hub's names."""
-
-    where: str
-    """What to call it in an error message."""
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor in it, without reading any."""
-        ...
-
-    def read(self, name: str) -> np.ndarray:
-        """Reads one tensor; a floating type."""
-        ...
 
 
 def tensor_slots(config: DecoderConfig) -> list[TensorSlot]:
