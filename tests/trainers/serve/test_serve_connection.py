@@ -108,6 +108,16 @@ def test_the_key_is_asked_for_and_never_shown(make_server, capfd, caplog) -> Non
     assert key not in repr(load_settings(["--model", "tiny", "--api-key", key]))
 
 
+def test_health_is_the_engines(scripted, tokenizer) -> None:
+    with scripted(lambda prompt: "a", tokenizer) as (server, engine):
+        assert server.client.get("/health").status_code == 200
+        engine.closed = True
+        assert server.client.get("/health").status_code == 503
+        engine.closed = False
+        engine.ready.clear()
+        assert server.client.get("/health").status_code == 503
+
+
 def test_web_pages_are_refused_without_a_key(make_server) -> None:
     page = {"Origin": "http://somewhere.example"}
     with make_server() as server:

@@ -207,6 +207,8 @@ async def serve(
             log_level="warning",
             access_log=False,
             lifespan="off",
+            http="h11",
+            ws="none",
             timeout_graceful_shutdown=GRACE_S,
         )
     )
