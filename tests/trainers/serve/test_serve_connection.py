@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import anyio
 import httpx
 import pytest
 
@@ -49,6 +51,41 @@ def test_a_client_that_vanishes_cancels_its_request(server, stream: bool) -> Non
 def test_a_client_that_vanishes_in_the_middle_frees_its_pages(server) -> None:
     free = server.state()["free_pages"]
     vanish(server, "/generate", {**LONG, "stream": True}, after=b"data: ")
+    server.until(lambda state: state["sequences"] + state["running"] + state["waiting"] == 0)
+    server.until(lambda state: state["free_pages"] == free)
+
+
+def test_clients_of_every_kind_leave_nothing_behind(server) -> None:
+    """Streams that are left at any moment, aborts, mistakes and patient clients, all at once."""
+    free = server.state()["free_pages"]
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        chance = random.Random(number)
+        params = {"max_new_tokens": chance.randint(1, 60), "n": chance.randint(1, 3)}
+        params["ignore_eos"] = True
+        body = {"rid": f"r{number}", "input_ids": [5 + number % 7] * chance.randint(1, 40)}
+        body |= {"sampling_params": params, "stream": chance.random() < 0.5}
+        kind = chance.choice(["patient", "vanishes", "aborts", "mistaken"])
+        if kind == "mistaken":
+            body["input_ids"] = [10**6]
+        try:
+            with anyio.move_on_after(chance.uniform(0, 0.05) if kind == "vanishes" else 60):
+                async with client.stream("POST", "/generate", json=body) as response:
+                    assert response.status_code == (400 if kind == "mistaken" else 200)
+                    async for _ in response.aiter_lines():
+                        if kind == "aborts":
+                            await client.post("/abort_request", json={"rid": f"r{number}"})
+        except httpx.ReadError:
+            assert kind == "vanishes"
+
+    async def all_of_them() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            for start in range(0, 90, 15):
+                async with anyio.create_task_group() as group:
+                    for number in range(start, start + 15):
+                        group.start_soon(one, client, number)
+
+    anyio.run(all_of_them)
     server.until(lambda state: state["sequences"] + state["running"] + state["waiting"] == 0)
     server.until(lambda state: state["free_pages"] == free)
 

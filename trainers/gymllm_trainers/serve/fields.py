@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 from gymllm.errors import ConfigError, UnknownNameError
 from gymllm_trainers.config_files import merge
@@ -89,7 +89,7 @@ def read_fields(
         ) from error
 
 
-def as_list(value: str | tuple[T, ...] | None) -> tuple[Any, ...]:
+def as_list(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """What a client may give as one or as a list."""
     return (value,) if isinstance(value, str) else tuple(value or ())
 
