@@ -188,7 +188,8 @@ def test_any_layout_gives_the_same_gradient_and_parameters(
     assert all(np.abs(a - b).max() > 1e-4 for a, b in zip(before, expected[1], strict=True))
     assert list(results) == ["padded", "packed", "streamed", "streamed backwards"]
     for gradients, values in results.values():
-        assert_same(expected[0], gradients)
+        # Sums of thousands of float32 numbers, taken in other orders: 1.1e-6 was seen.
+        assert_same(expected[0], gradients, 2e-6)
         # Adam's first step is g / (|g| + eps): where g is nothing but rounding, so is the step.
         known = [np.abs(g) > 1e-5 * np.abs(g).max() for g in expected[0]]
         assert all(part.mean() > 0.5 for part in known)

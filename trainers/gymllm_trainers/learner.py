@@ -28,9 +28,9 @@ from gymllm_trainers.loss import (
     correction_weight,
     ppo_clip,
     reinforce,
-    token_statistics,
 )
 from gymllm_trainers.models.decoder import Decoder, LoRAParam, merge_adapters
+from gymllm_trainers.models.logprob_head import token_statistics
 from gymllm_trainers.packing import PackedBatch, Packer, TrainingSequence, pack_rows
 
 Tree = Any
@@ -358,12 +358,15 @@ class Learner:
         mask_T = jnp.asarray(batch.mask).reshape(-1)
         behaviour_T = jnp.asarray(batch.behaviour).reshape(-1)
         advantage_T = jnp.asarray(batch.advantage).reshape(-1)
+        tied = decoder.config.tie_word_embeddings
         statistics = token_statistics(
             hidden.reshape(-1, hidden.shape[-1]),
-            decoder.head_DV,
+            (decoder.embedding if tied else decoder.head)[...],
             jnp.asarray(batch.target).reshape(-1),
             mask_T,
+            tied=tied,
             temperature=self._temperature,
+            softcap=decoder.config.final_softcap,
             chunk=config.head_chunk,
         )
         logprob_T = statistics.logprob

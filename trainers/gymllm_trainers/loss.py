@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gymllm_trainers.models.logprob_head import token_statistics as token_statistics
-
 LossName = Literal["ppo_clip", "reinforce"]
 CorrectionName = Literal["decoupled", "off"]
 

@@ -19,6 +19,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gymllm.errors import ConfigError
+from gymllm_trainers.models.attention import packed_attention
 from gymllm_trainers.models.config import DecoderConfig, layer_shapes, rope_frequencies
 from gymllm_trainers.models.experts import mix_experts
 from gymllm_trainers.models.product import product
@@ -287,12 +288,13 @@ class Decoder(nnx.Module):
         ) -> tuple[Array, None]:
             mixed = packed_attention(
                 query,
-                key.swapaxes(1, 2),
-                value.swapaxes(1, 2),
+                key,
+                value,
                 segments_BT,
                 scale=config.attention_scale,
                 window=window,
                 softcap=config.attention_softcap,
+                local_window=config.sliding_window,
             )
             return mixed, carry
 
@@ -466,38 +468,6 @@ class _Layer(NamedTuple):
             down, up = self.weights[f"{name}_a"], self.weights[f"{name}_b"]
             out += adapters.scale * product(product(flat, down), up)
         return out.reshape(*x.shape[:-1], -1)
-
-
-def packed_attention(
-    query_BTNH: Array,
-    key_BKTH: Array,
-    value_BKTH: Array,
-    segments_BT: Array,
-    *,
-    scale: float,
-    window: Array | None = None,
-    softcap: float | None = None,
-    block: int = 192,
-) -> Array:
-    """Causal attention inside each segment of packed rows; returns [B, T, N * H].
-
-    Queries go in blocks, each against the keys up to its own end: what causality hides from a whole block
-    is never computed.
-    """
-    tokens = query_BTNH.shape[1]
-    order = jnp.arange(tokens)
-    parts: list[Array] = []
-    for start in range(0, tokens, block):
-        end = min(start + block, tokens)
-        same = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
-        visible = same & (order[start:end, None] >= order[:end])
-        if window is not None:
-            visible &= order[start:end, None] - order[:end] < window
-        keys, values = key_BKTH[:, :, :end], value_BKTH[:, :, :end]
-        parts.append(
-            attention(query_BTNH[:, start:end], keys, values, visible, scale=scale, softcap=softcap)
-        )
-    return jnp.concatenate(parts, axis=1)
 
 
 def attention(
