@@ -21,8 +21,8 @@ done
 export PYTHONPATH=$root:$root/agents:$root/envs:$root/trainers${PYTHONPATH:+:$PYTHONPATH}
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}
 
-serves() { # whether an interpreter has all that is needed, and JAX finds the device
-  "$1" - "$device" <<'PYTHON' >/dev/null 2>&1
+serves() { # whether an interpreter has all that is needed, and JAX finds the device; else says why not
+  "$1" - "$device" <<'PYTHON' >/dev/null
 import sys
 import jax
 import gymllm_trainers.engine, gymllm_trainers.learner, gymllm_envs.frozen_lake
@@ -30,9 +30,9 @@ jax.devices({"gpu": "cuda"}.get(sys.argv[1], sys.argv[1]))
 PYTHON
 }
 
-if ! serves "$python"; then
+if ! serves "$python" 2>/dev/null; then
   python_of_venv=$venv/bin/python
-  if ! { [ -x "$python_of_venv" ] && serves "$python_of_venv"; }; then
+  if ! { [ -x "$python_of_venv" ] && serves "$python_of_venv" 2>/dev/null; }; then
     jax=jax
     if [ "$device" = gpu ]; then
       if ! command -v nvidia-smi >/dev/null; then
@@ -50,8 +50,7 @@ if ! serves "$python"; then
       exit 1
     fi
     if ! serves "$python_of_venv"; then
-      echo "gpu.sh: what was installed does not find the device; this is what it says:" >&2
-      "$python_of_venv" -c "import jax; print(jax.devices()); import gymllm_trainers.engine" >&2 || true
+      echo "gpu.sh: what was installed into $venv does not do, as said above." >&2
       exit 1
     fi
   fi
