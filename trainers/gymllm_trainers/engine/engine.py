@@ -132,6 +132,8 @@ class JaxEngine:
         self._programs = Programs(graph, state, config, kernels=self._kernels, mesh=mesh)
         self._state, self._version = state, version
         self._next: tuple[Tree, int] | None = None
+        self._publishing = threading.Lock()
+        """What is published from several threads is taken one after another."""
         self._log = log
         self._timeline, self._clock = timeline, timeline.clock(name)
         self._scheduler = Scheduler(config, version=version)
@@ -211,11 +213,11 @@ class JaxEngine:
         """
         if n < 1:
             raise ConfigError(f"n must be >= 1, got {n}.")
-        seeds = (replace(request.sampling, seed=request.sampling.seed + i) for i in range(n))
-        tickets = [
-            self._submit(replace(request, sampling=sampling), streaming=False) for sampling in seeds
-        ]
+        tickets: list[Ticket] = []
         try:
+            for number in range(n):
+                own = replace(request.sampling, seed=request.sampling.seed + number)
+                tickets.append(self._submit(replace(request, sampling=own), streaming=False))
             for ticket in tickets:
                 await ticket.wake.wait()
             return [generation_of(ticket) for ticket in tickets]
@@ -237,8 +239,7 @@ class JaxEngine:
                 ticket.wake.clear()
                 if ticket.error:
                     raise EngineError(ticket.error)
-                # The finish is read first: tokens that come between would be told without it.
-                finish, have = ticket.finish, len(ticket.versions)
+                have, finish = ticket.news
                 if have > ticket.told:
                     yield delta_of(ticket, have, finish)
                 if finish is not None:
@@ -260,13 +261,15 @@ class JaxEngine:
         Raises:
             ModelError: Names, shapes or dtypes are others, or a number is NaN or infinite; the weights that
                 there were stay.
-            ClosedError: The engine was closed before.
+            ClosedError: The engine was closed before, or meanwhile.
         """
         self._refuse_if_down()
-        checked = self._publisher.check(state)
-        with self._wake:
-            self._next = (checked, version)
-            self._wake.notify()
+        with self._publishing:
+            checked = self._publisher.check(state)
+            with self._wake:
+                self._refuse_if_down()
+                self._next = (checked, version)
+                self._wake.notify()
 
     def pause(self) -> None:
         """No step is started until `resume`; requests keep what they have."""
@@ -468,6 +471,8 @@ class JaxEngine:
                 ticket.versions.append(flight.version)
                 self.counts.generated_tokens += 1
                 ticket.take(token, context_length=self.config.context_length)
+                if ticket.loop.is_closed():
+                    ticket.error = "the event loop that waited for it is closed."
             if ticket.ended:
                 self._scheduler.finish(request)
                 del self._tickets[request]

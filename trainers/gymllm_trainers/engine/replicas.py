@@ -119,6 +119,7 @@ class Replicas:
         self.config = engines[0].config
         self._homes: OrderedDict[tuple[int, ...], JaxEngine] = OrderedDict()
         self._lock = threading.Lock()
+        self._publishing = threading.Lock()
         self.ready: threading.Event = _All([engine.ready for engine in engines])
 
     # ------------------------------------------------------------------ as one
@@ -191,8 +192,9 @@ class Replicas:
 
     def publish(self, state: Tree, version: int) -> None:
         """As `JaxEngine.publish`, to all replicas: none takes weights that one refuses."""
-        for engine in self.engines:
-            engine.publish(state, version)
+        with self._publishing:  # in the same order to all
+            for engine in self.engines:
+                engine.publish(state, version)
 
     def pause(self) -> None:
         """No step is started until `resume`."""

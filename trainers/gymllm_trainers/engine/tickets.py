@@ -62,6 +62,9 @@ class Ticket:
     matched: int | str | None = None
     error: str = ""
     cancelled: bool = False
+    news: tuple[int, FinishReason | None] = (0, None)
+    """What a stream may tell: how many tokens, and whether the last of them ended it. Set as one, because
+    the stream's thread is not the engine's."""
     told: int = 0
     """Tokens that a stream has brought."""
 
@@ -100,6 +103,7 @@ class Ticket:
             or self.request.prompt_length + len(self.tokens) >= context_length
         ):
             self.finish = FinishReason.LENGTH
+        self.news = len(self.tokens), self.finish
 
 
 def fill_inputs(inputs: FullInputs, index: int, ticket: Ticket) -> None:
