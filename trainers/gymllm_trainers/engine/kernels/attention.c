@@ -82,9 +82,13 @@ INLINE Floats add_across(const Floats sums[LANES]) {
 }
 
 INLINE float largest(Floats numbers) {
+#if LANES == 16
+  return _mm512_reduce_max_ps((__m512)numbers);
+#else
   float most = numbers[0];
   for (int lane = 1; lane < LANES; lane++) most = numbers[lane] > most ? numbers[lane] : most;
   return most;
+#endif
 }
 
 INLINE float add_lanes(Floats numbers) {
@@ -103,9 +107,24 @@ INLINE void read_row(const void *from, bool half, long size, long padded, float 
   for (; at < padded; at++) to[at] = 0;
 }
 
-// Scores of one query with the keys of a block.
-INLINE void score_keys(const float *query, const float *const *keys, const long vectors, Floats *scores) {
+// Rows of a block that will be needed after this one: `bytes` from each of `rows`.
+typedef struct {
+  const char *const *rows;
+  long bytes;
+} Next;
+
+// Into the second-level cache: a whole block doesn't fit in the first.
+INLINE void prefetch_row(const Next *next, int row) {
+  for (long byte = 0; byte < next->bytes; byte += 64) __builtin_prefetch(next->rows[row] + byte, 0, 2);
+}
+
+// Scores of one query with the keys of a block. Fetches the next one's keys `from`, `from + step`, ... meanwhile:
+// a few at a time, for a processor waits when it has too many on the way.
+INLINE void score_keys(const float *query, const float *const *keys, const long vectors, Floats *scores,
+                       const Next *next, int from, int step) {
   for (int group = 0; group < GROUPS; group++) {
+    if (next)
+      for (int at = from; at < LANES; at += step) prefetch_row(next, group * LANES + at);
     Floats sums[LANES];
     UNROLL for (int at = 0; at < LANES; at++) sums[at] = splat(0);
     for (long vector = 0; vector < vectors; vector++) {
@@ -119,21 +138,23 @@ INLINE void score_keys(const float *query, const float *const *keys, const long 
 
 // Adds shares[q][j] * values[j] to mixed[q], for a few queries and one stretch of a head.
 INLINE void mix_values(const int queries, const int vectors, float *const *mixed, const float *const *shares,
-                       const float *const *values, int first, int last) {
+                       const float *const *values, int first, int last, const Next *next) {
   Floats sums[4][4];
   UNROLL for (int query = 0; query < queries; query++)
     UNROLL for (int vector = 0; vector < vectors; vector++) sums[query][vector] = load(mixed[query] + vector * LANES);
-  for (int at = first; at < last; at++)
+  for (int at = first; at < last; at++) {
+    if (next) prefetch_row(next, at);
     UNROLL for (int vector = 0; vector < vectors; vector++) {
       const Floats value = load(values[at] + vector * LANES);
       UNROLL for (int query = 0; query < queries; query++) sums[query][vector] += value * splat(shares[query][at]);
     }
+  }
   UNROLL for (int query = 0; query < queries; query++)
     UNROLL for (int vector = 0; vector < vectors; vector++) store(mixed[query] + vector * LANES, sums[query][vector]);
 }
 
 static void mix_block(const Attention *all, int queries, float *mixed, const float *shares, const float *const *values,
-                      int first, int last) {
+                      int first, int last, const Next *next) {
   const float *moved[BLOCK];
   for (long from = 0; from < all->padded; from += 4 * LANES) {
     const int vectors = all->padded - from >= 4 * LANES ? 4 : (int)((all->padded - from) / LANES);
@@ -141,27 +162,62 @@ static void mix_block(const Attention *all, int queries, float *mixed, const flo
     for (int query = 0; query < queries;) {
       float *to[4];
       const float *share[4];
+      const Next *once = from == 0 && query == 0 ? next : NULL;
       const int count = vectors < 4 ? 1 : queries - query >= 4 ? 4 : queries - query;
       for (int at = 0; at < count; at++) {
         to[at] = mixed + (query + at) * all->padded + from;
         share[at] = shares + (query + at) * BLOCK;
       }
       if (vectors == 4) {
-        if (count == 4) mix_values(4, 4, to, share, moved, first, last);
-        else if (count == 3) mix_values(3, 4, to, share, moved, first, last);
-        else if (count == 2) mix_values(2, 4, to, share, moved, first, last);
-        else mix_values(1, 4, to, share, moved, first, last);
+        if (count == 4) mix_values(4, 4, to, share, moved, first, last, once);
+        else if (count == 3) mix_values(3, 4, to, share, moved, first, last, once);
+        else if (count == 2) mix_values(2, 4, to, share, moved, first, last, once);
+        else mix_values(1, 4, to, share, moved, first, last, once);
       } else {
         for (int vector = 0; vector < vectors; vector++) {
           float *one[1] = {to[0] + vector * LANES};
           const float *part[BLOCK];
           for (int at = first; at < last; at++) part[at] = moved[at] + vector * LANES;
-          mix_values(1, 1, one, share, part, first, last);
+          mix_values(1, 1, one, share, part, first, last, vector ? NULL : once);
         }
       }
       query += count;
     }
   }
+}
+
+typedef struct {
+  const char *keys[BLOCK], *values[BLOCK];
+} Rows;
+
+// Where a block's keys and values are, from `first` to `last`; what is not seen is not read: another's page may
+// hold anything.
+static void find_rows(const Attention *all, long row, long group, int64_t block, int first, int last,
+                      const void *zeros, Rows *rows) {
+  const int32_t *table = all->table + row * all->table_pages;
+  const long bytes = all->size * (all->half_cache ? 2 : 4);
+  for (int at = 0; at < BLOCK; at++) rows->keys[at] = rows->values[at] = zeros;
+  for (int at = first; at < last;) {
+    const long page = table[(block + at) / all->page_size], offset = (block + at) % all->page_size;
+    const long stop = all->page_size - offset < last - at ? at + all->page_size - offset : last;
+    const long index = ((page * all->groups + group) * all->page_size + offset) * bytes;
+    const bool there = page >= 0 && page < all->pages;
+    for (long number = 0; at < stop; at++, number += bytes) {
+      if (!there) continue;
+      rows->keys[at] = all->key + index + number;
+      rows->values[at] = all->value + index + number;
+    }
+  }
+}
+
+// The first position that some query of a row sees, from query `from` on.
+INLINE int64_t first_seen(const Attention *all, long row, long from) {
+  const int64_t sees = all->start[row] + from - all->window + 1;
+  return all->window && sees > 0 ? sees : 0;
+}
+
+INLINE int within(int64_t position, int64_t block) {
+  return position < block ? 0 : position < block + BLOCK ? (int)(position - block) : BLOCK;
 }
 
 // One row, one key-value head, some of its queries.
@@ -194,46 +250,45 @@ static void attend_unit(const void *data, int unit) {
     for (long number = 0; number < size; number++) query[at * padded + number] *= all->scale;
     most[at] = HIDDEN;
   }
-  const int64_t final = start + count, sees = all->window ? start + from - all->window + 1 : 0;
+  const int64_t final = start + count, seen_first = first_seen(all, row, from);
   const bool copied = all->half_cache || size != padded;
-  const int32_t *table = all->table + row * all->table_pages;
-  const float *keys[BLOCK], *values[BLOCK];
-  for (int64_t block = (sees > 0 ? sees : 0) / BLOCK * BLOCK; block < final; block += BLOCK) {
-    const int first = sees > block ? (int)(sees - block) : 0, last = final - block < BLOCK ? (int)(final - block) : BLOCK;
-    // What is not seen is not read: another's page may hold anything.
-    for (int at = 0; at < first; at++) keys[at] = zeros;
-    for (int at = last; at < BLOCK; at++) keys[at] = zeros;
-    for (int at = first; at < last;) {
-      const long page = table[(block + at) / all->page_size], offset = (block + at) % all->page_size;
-      const long stop = all->page_size - offset < last - at ? all->page_size - offset : last - at;
-      const long index = ((page * all->groups + group) * all->page_size + offset) * size * cache_bytes;
-      const bool there = page >= 0 && page < all->pages;
-      // The page one block further, so that memory is never idle.
-      const int64_t later = (block + at + BLOCK) / all->page_size;
-      if (block + at + BLOCK < final && table[later] >= 0 && table[later] < all->pages) {
-        const long next = (table[later] * all->groups + group) * all->page_size * size * cache_bytes;
-        for (long byte = 0; byte < stop * size * cache_bytes; byte += 64) {
-          __builtin_prefetch(all->key + next + byte, 0, 2);
-          __builtin_prefetch(all->value + next + byte, 0, 2);
-        }
-      }
-      for (long other = 0; other < stop; other++, at++) {
-        const char *key = all->key + index + other * size * cache_bytes;
-        const char *value = all->value + index + other * size * cache_bytes;
-        keys[at] = there ? (const float *)key : zeros;
-        values[at] = there ? (const float *)value : zeros;
-        if (copied && there) {
-          read_row(key, all->half_cache, size, padded, key_copies + at * padded);
-          read_row(value, all->half_cache, size, padded, value_copies + at * padded);
-          keys[at] = key_copies + at * padded;
-          values[at] = value_copies + at * padded;
-        }
+  Rows here, later;
+  int64_t block = seen_first / BLOCK * BLOCK;
+  find_rows(all, row, group, block, within(seen_first, block), within(final, block), zeros, &later);
+  for (; block < final; block += BLOCK) {
+    const int first = within(seen_first, block), last = within(final, block);
+    here = later;
+    const int64_t after = block + BLOCK;
+    if (after < final) {
+      find_rows(all, row, group, after, 0, within(final, after), zeros, &later);
+    } else if (group + 1 < all->groups) {
+      // Most likely what comes next, on this thread or another.
+      const int64_t start_block = seen_first / BLOCK * BLOCK;
+      find_rows(all, row, group + 1, start_block, within(seen_first, start_block), within(final, start_block), zeros,
+                &later);
+    } else if (row + 1 < all->rows && all->count[row + 1]) {
+      const int64_t seen = first_seen(all, row + 1, 0), start_block = seen / BLOCK * BLOCK;
+      find_rows(all, row + 1, 0, start_block, within(seen, start_block),
+                within((int64_t)all->start[row + 1] + all->count[row + 1], start_block), zeros, &later);
+    }
+    const Next next_keys = {later.keys, size * cache_bytes}, next_values = {later.values, size * cache_bytes};
+    const float *keys[BLOCK], *values[BLOCK];
+    for (int at = 0; at < BLOCK; at++) {
+      keys[at] = (const float *)here.keys[at];
+      values[at] = (const float *)here.values[at];
+      if (copied && keys[at] != zeros) {
+        read_row(here.keys[at], all->half_cache, size, padded, key_copies + at * padded);
+        read_row(here.values[at], all->half_cache, size, padded, value_copies + at * padded);
+        keys[at] = key_copies + at * padded;
+        values[at] = value_copies + at * padded;
       }
     }
+    const int turns = queries < 4 ? queries : 4;
     for (int at = 0; at < queries; at++) {
       Floats scores[GROUPS];
-      if (padded == 4 * LANES) score_keys(query + at * padded, keys, 4, scores);
-      else score_keys(query + at * padded, keys, padded / LANES, scores);
+      const Next *next = at < turns ? &next_keys : NULL;
+      if (padded == 4 * LANES) score_keys(query + at * padded, keys, 4, scores, next, at, turns);
+      else score_keys(query + at * padded, keys, padded / LANES, scores, next, at, turns);
       const int64_t position = start + from + at / shared - block;
       // Keys low .. high of the block are seen.
       const int high = position < BLOCK ? (int)position : BLOCK - 1;
@@ -250,7 +305,7 @@ static void attend_unit(const void *data, int unit) {
         scores[vector] = choose(seen[vector], scores[vector], splat(HIDDEN));
         highest = larger(highest, scores[vector]);
       }
-      const float before = most[at], now = largest(highest) > before ? largest(highest) : before;
+      const float before = most[at], top = largest(highest), now = top > before ? top : before;
       most[at] = now;
       Floats total = load(totals + at * LANES);
       if (now > before) {
@@ -266,7 +321,7 @@ static void attend_unit(const void *data, int unit) {
       }
       store(totals + at * LANES, total);
     }
-    mix_block(all, queries, mixed, shares, values, first, last);
+    mix_block(all, queries, mixed, shares, values, first, last, &next_values);
   }
   for (int at = 0; at < queries; at++) {
     const long index = ((row * all->queries + from + at / shared) * all->heads + group * shared + at % shared) * size;
