@@ -158,7 +158,7 @@ def test_recomputed_activations_give_the_same_gradient(
     ids = jnp.arange(8)[None]
 
     gradients = []
-    for remat in ("none", "full", "dots"):
+    for remat in ("none", "full", "dots", "offload"):
         decoder = make_decoder(0, num_hidden_layers=1)
         decoder.remat = remat
         graph, state = nnx.split(decoder)
