@@ -416,12 +416,12 @@ class JaxEngine:
                     except GymLLMError as error:
                         # Its grammar can't go on; the others of the step can.
                         ticket.error = f"{error}{ticket.name}"
-            packed, previous, *both = programs.sample_full(self._state, hidden, inputs)
+            packed, previous, *both = programs.sample_full(self._state, hidden, len(tickets), inputs)
             top = both[0], both[1]
         else:
             plain = plain_inputs(rows)
             self._draw(plain, step, samples, tickets)
-            packed, previous = programs.sample_plain(self._state, hidden, plain)
+            packed, previous = programs.sample_plain(self._state, hidden, len(tickets), plain)
         return _Flight(step, samples, tickets, packed, previous, top, self._version)
 
     @staticmethod

@@ -116,6 +116,7 @@ class Programs:
                 jax.jit(self._sample_plain, out_shardings=whole),
                 self._state,
                 hidden,
+                np.int32(rows),
                 plain_inputs(rows),
             )
             log(f"engine sample {rows} full")
@@ -123,6 +124,7 @@ class Programs:
                 jax.jit(self._sample_full, out_shardings=whole),
                 self._state,
                 hidden,
+                np.int32(rows),
                 self.full_inputs(rows),
             )
         log("engine copy")
@@ -156,15 +158,20 @@ class Programs:
         """Computes a step; the cache is donated. Returns the picked hidden states, [S, D], and the cache."""
         return self._forwards[shape](state, cache, packed, previous)
 
-    def sample_plain(self, state: Tree, hidden: Array, inputs: PlainInputs) -> tuple[Array, Array]:
-        """Samples; see `unpack_sampled`. Also the tokens as the next step's `previous`, [S]."""
-        return self._samplers["plain", len(inputs.temperature)](state, hidden, inputs)
+    def sample_plain(
+        self, state: Tree, hidden: Array, count: int, inputs: PlainInputs
+    ) -> tuple[Array, Array]:
+        """Samples the first `count` rows; see `unpack_sampled`. Also the tokens as the next step's `previous`,
+        [S]."""
+        sampler = self._samplers["plain", len(inputs.temperature)]
+        return sampler(state, hidden, np.int32(count), inputs)
 
     def sample_full(
-        self, state: Tree, hidden: Array, inputs: FullInputs
+        self, state: Tree, hidden: Array, count: int, inputs: FullInputs
     ) -> tuple[Array, Array, Array, Array]:
         """As `sample_plain`, and the likeliest ids and their log-probabilities, [rows, 20]."""
-        return self._samplers["full", len(inputs.temperature)](state, hidden, inputs)
+        sampler = self._samplers["full", len(inputs.temperature)]
+        return sampler(state, hidden, np.int32(count), inputs)
 
     def copy(self, cache: PagedCache, copies: list[tuple[int, int]]) -> PagedCache:
         """Copies pages; the cache is donated."""
@@ -251,29 +258,32 @@ class Programs:
 
         return forward
 
-    def _logits(self, state: Tree, hidden_SD: Array, rows: int) -> Array:
+    def _logits(self, state: Tree, hidden_SD: Array, rows: int, count: Array) -> Array:
         decoder, kernels = nnx.merge(self._graph, state), self._kernels
         hidden_FD = hidden_SD[:rows]
         if kernels is None:
             return decoder.logits(hidden_FD)
+        active_E = jnp.concatenate([count[None], jnp.arange(rows, dtype=jnp.int32)])
         if decoder.config.tie_word_embeddings:
-            logits_FV = kernels.logits_tied(hidden_FD, decoder.embedding[...])
+            logits_FV = kernels.logits_tied(hidden_FD, decoder.embedding[...], active_E)
         else:
-            logits_FV = kernels.logits(hidden_FD, decoder.head[...])
+            logits_FV = kernels.logits(hidden_FD, decoder.head[...], active_E)
         return softcap(logits_FV, decoder.config.final_softcap)
 
     def _sample_plain(
-        self, state: Tree, hidden_SD: Array, inputs: PlainInputs
+        self, state: Tree, hidden_SD: Array, count: Array, inputs: PlainInputs
     ) -> tuple[Array, Array]:
         inputs = PlainInputs(*map(jnp.asarray, inputs))
-        sampled = sample_plain(self._logits(state, hidden_SD, len(inputs.temperature)), inputs)
+        logits_FV = self._logits(state, hidden_SD, len(inputs.temperature), count)
+        sampled = sample_plain(logits_FV, inputs)
         return _packed(sampled), self._previous(sampled.token)
 
     def _sample_full(
-        self, state: Tree, hidden_SD: Array, inputs: FullInputs
+        self, state: Tree, hidden_SD: Array, count: Array, inputs: FullInputs
     ) -> tuple[Array, Array, Array, Array]:
         inputs = FullInputs(*map(jnp.asarray, inputs))
-        full = sample_full(self._logits(state, hidden_SD, len(inputs.temperature)), inputs)
+        logits_FV = self._logits(state, hidden_SD, len(inputs.temperature), count)
+        full = sample_full(logits_FV, inputs)
         token = full.sampled.token
         return _packed(full.sampled), self._previous(token), full.top_ids, full.top_logprobs
 
