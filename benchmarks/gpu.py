@@ -121,7 +121,7 @@ def main() -> None:
                 table,
                 _decoder(size),
                 adapters=adapters,
-                new=size.new,
+                new=128,
                 publications=4,
                 cache_dtype=DTYPE,
             )
