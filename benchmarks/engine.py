@@ -14,6 +14,7 @@ from engine_publication import publication_rows
 from engine_smollm2 import smollm2_rows
 from engine_tunix import tunix_rows
 from engine_turns import turn_rows
+from peers.session import PeerError
 from table import Table
 
 from gymllm.errors import GymLLMError
@@ -49,8 +50,8 @@ def main() -> None:
                 turn_rows(table, arguments.model, quick=quick)
             else:
                 publication_rows(table, arguments.model, quick=quick)
-        except GymLLMError as error:
-            table.add(section, f"not measured: {error}")
+        except (GymLLMError, PeerError) as error:
+            table.add(f"the rest of {section}", f"not measured: {error}")
     load_row(table, "after")
     table.print_json()
 
