@@ -196,11 +196,21 @@ def test_broken_library_is_said(tmp_path: Path) -> None:
         open_library(library)
 
 
+def test_large_pages_leave_an_array_as_it_is() -> None:
+    array = draw(0, 3 * 2**20)
+    before, address = np.array(array), array.unsafe_buffer_pointer()
+    kernels.use_large_pages(array)
+    assert array.unsafe_buffer_pointer() == address
+    np.testing.assert_array_equal(array, before)
+    assert not kernels.use_large_pages(draw(0, 8))
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     """Odd sizes under the address and undefined-behaviour sanitizers, in a process of its own."""
-    flags = ("-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+    flags = ("-march=native", "-O1", "-g", "-fsanitize=address,undefined")
+    flags += ("-fno-sanitize-recover=all",)
     library = kernels.build(flags=flags, folder=tmp_path)
     runtimes = [
         subprocess.run(
