@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax import Array
 
+from gymllm_trainers.engine.paged_attention import PagedCache, paged_attention, write_pages
 from gymllm_trainers.models import Decoder, DecoderConfig, random_decoder
 
 SMALL = DecoderConfig(
@@ -34,6 +37,64 @@ def make_decoder() -> Callable[..., Decoder]:
         return nnx.merge(graph, jax.tree.map(lambda leaf: leaf * 4 if leaf.std() else leaf, state))
 
     return make
+
+
+Extend = Callable[..., tuple[Array, PagedCache]]
+
+
+@pytest.fixture(scope="session")
+def extend() -> Extend:
+    """Appends a chunk to some rows of a paged cache, as the engine does, by XLA alone.
+
+    Called with a decoder, a cache, ids [R, C], page tables [R, M], and how many tokens each row holds and
+    how many of the chunk are its own, [R]. Returns the last valid token's hidden state [R, D] and the cache.
+    """
+
+    @nnx.jit
+    def call(
+        decoder: Decoder,
+        cache: PagedCache,
+        ids_RC: Array,
+        table_RM: Array,
+        start_R: Array,
+        count_R: Array,
+    ) -> tuple[Array, PagedCache]:
+        config, page_size = decoder.config, cache.key.shape[3]
+        offset_C = jnp.arange(ids_RC.shape[1])
+        position_RC = start_R[:, None] + offset_C
+        page_RC = jnp.take_along_axis(table_RM, position_RC // page_size, axis=1, mode="clip")
+        slot_RC = jnp.where(
+            offset_C < count_R[:, None], page_RC * page_size + position_RC % page_size, 0
+        )
+
+        def attend(
+            layer: Array,
+            window: Array | None,
+            query: Array,
+            key: Array,
+            value: Array,
+            carry: PagedCache,
+        ) -> tuple[Array, PagedCache]:
+            flat = (part.reshape(-1, *part.shape[2:]) for part in (key, value))
+            carry = write_pages(carry, layer, *flat, slot_RC.reshape(-1))
+            mixed = paged_attention(
+                query,
+                carry,
+                layer,
+                table_RM,
+                start_R,
+                count_R,
+                scale=config.attention_scale,
+                window=window,
+                softcap=config.attention_softcap,
+            )
+            return mixed, carry
+
+        hidden_RCD, cache = decoder.trunk(ids_RC, position_RC, attend, cache)
+        last_R = jnp.maximum(count_R - 1, 0)
+        return hidden_RCD[jnp.arange(len(last_R)), last_R], cache
+
+    return call
 
 
 @pytest.fixture

@@ -9,20 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import Array
 
 from gymllm.errors import ConfigError
+from gymllm_trainers.engine.paged_attention import PagedCache, new_cache
 from gymllm_trainers.models import Decoder, DecoderConfig
 from gymllm_trainers.models.decoder import (
     LINEARS,
     LoRAParam,
-    attention_windows,
-    init_cache,
     merge_adapters,
 )
 
 LENGTH = 24
 hidden = nnx.jit(Decoder.hidden)
-extend = nnx.jit(Decoder.extend)
 
 
 @pytest.fixture(scope="module")
@@ -73,38 +72,31 @@ def test_a_token_sees_what_is_before_it_only(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_chunks_into_any_slots_agree_with_the_whole(decoder: Decoder, seed: int) -> None:
-    """Two conversations in slots that held others, chunk by chunk, one row not in use.
-
-    They grow through every window of the cache that attention is compiled for.
-    """
-    length, longest = 90, 88
-    assert len(attention_windows(length)) == 3
+def test_any_chunks_into_any_pages_agree_with_the_whole(
+    decoder: Decoder, extend: Callable[..., tuple[Array, PagedCache]], seed: int
+) -> None:
+    """Two conversations in pages that held others, chunk by chunk, one row not in use."""
+    longest, size = 88, 8
     rng = np.random.default_rng(seed)
     ids = rng.integers(64, size=(2, longest)).astype(np.int32)
     expected = [alone(decoder, row) for row in ids]
-    cache = init_cache(decoder.config, slots=4, length=length, dtype=jnp.float32)
+    cache = new_cache(decoder.config, pages=30, page_size=size, dtype=jnp.float32)
     cache = jax.tree.map(lambda part: part + 3.0, cache)  # what others left behind
-    held, slots = np.zeros(2, int), np.array([3, 1, 4])
+    pages = rng.permutation(np.arange(1, 30)).astype(np.int32)
+    tables = np.stack([pages[:12], pages[12:24], np.zeros(12, np.int32)])
+    held = np.zeros(2, int)
     while (held < longest).any():
         count = np.minimum(rng.integers(1, 14, size=2), longest - held)
         chunk = np.full((3, 13), 9, np.int32)
         for row in range(2):
             chunk[row, : count[row]] = ids[row, held[row] : held[row] + count[row]]
-        rows = np.where(np.append(count, 0) > 0, slots, 4)
-        result, cache = extend(
-            decoder,
-            cache,
-            chunk,
-            rows.astype(np.int32),
-            np.append(held, 0).astype(np.int32),
-            np.append(count, 0).astype(np.int32),
-        )
+        start_R, count_R = (np.append(part, 0).astype(np.int32) for part in (held, count))
+        result, cache = extend(decoder, cache, chunk, tables, start_R, count_R)
         held += count
         for row in np.flatnonzero(count):
             np.testing.assert_allclose(result[row], expected[row][held[row] - 1], atol=1e-5)
     for part in cache:
-        assert (np.asarray(part)[:, [0, 2]] == 3).all(), "other slots stay as they are"
+        assert (np.asarray(part)[:, pages[24:]] == 3).all(), "other pages stay as they are"
 
 
 # ---------------------------------------------------------------------- adapters
@@ -222,7 +214,10 @@ def test_trunk_takes_tokens_without_rows_and_products_of_its_caller(adapted: Dec
     result, carry = run(adapted)
     np.testing.assert_allclose(result, alone(adapted, ids), atol=1e-5)
     np.testing.assert_array_equal(carry, np.ones(config.num_hidden_layers))
-    assert called == {getattr(adapted.layers, name)[...].shape for name in LINEARS}
+    assert adapted.adapters is not None
+    wanted = {getattr(adapted.layers, name)[...].shape for name in LINEARS}
+    wanted |= {leaf.shape for leaf in jax.tree.leaves(nnx.state(adapted, LoRAParam))}
+    assert called == wanted
 
 
 def test_adapters_on_what_is_not_there_are_refused(make_decoder: Callable[..., Decoder]) -> None:

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import Array
 
+from gymllm_trainers.engine.paged_attention import PagedCache, new_cache
 from gymllm_trainers.models import Decoder, LoadedModel, load_model
-from gymllm_trainers.models.decoder import init_cache
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = [
@@ -74,18 +76,19 @@ def test_packed_sequences_agree_with_each_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_gemma2"])
-def test_cached_chunks_agree_with_transformers(name: str) -> None:
+def test_cached_chunks_agree_with_transformers(
+    name: str, extend: Callable[..., tuple[Array, PagedCache]]
+) -> None:
     recorded = np.load(FIXTURES / name / "logits.npz")
     decoder = family(name)
-    cache = init_cache(decoder.config, slots=3, length=16, dtype=jnp.dtype("float32"))
-    extend = nnx.jit(Decoder.extend)
-    slots_R = jnp.array([2, 0])
+    cache = new_cache(decoder.config, pages=8, page_size=4, dtype=jnp.float32)
+    tables_RM = jnp.array([[3, 7, 1], [2, 4, 6]])
     start = 0
     for count in (5, 6, 1):
         chunk = recorded["ids"][:, start : start + count]
         ids_RC = jnp.asarray(np.pad(chunk, ((0, 0), (0, 6 - count))), jnp.int32)
         start_R, count_R = jnp.full(2, start), jnp.full(2, count)
-        hidden_RD, cache = extend(decoder, cache, ids_RC, slots_R, start_R, count_R)
+        hidden_RD, cache = extend(decoder, cache, ids_RC, tables_RM, start_R, count_R)
         start += count
         expected = recorded["logits"][:, start - 1]
         np.testing.assert_allclose(decoder.logits(hidden_RD), expected, atol=1e-4, rtol=0)

@@ -78,25 +78,6 @@ class LoRAParam(nnx.Param[Array]):
     """A low-rank adapter's parameter: what is trained when the base is frozen."""
 
 
-class KVCache(NamedTuple):
-    """Keys (after RoPE) and values of every slot; both [L, S, K, M, H]."""
-
-    key: Array
-    value: Array
-
-
-def init_cache(config: DecoderConfig, *, slots: int, length: int, dtype: DTypeLike) -> KVCache:
-    """An empty cache for `slots` conversations of up to `length` tokens."""
-    shape = (
-        config.num_hidden_layers,
-        slots,
-        config.num_key_value_heads,
-        length,
-        config.head_dim,
-    )
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
 def linear_shapes(config: DecoderConfig) -> dict[LinearName, tuple[int, int]]:
     """(in, out) of each linear of a layer; experts are not among them."""
     shapes = layer_shapes(config)
@@ -185,6 +166,7 @@ class Decoder(nnx.Module):
         alpha: float,
         linears: tuple[LinearName, ...] | None = None,
         rngs: nnx.Rngs,
+        dtype: DTypeLike | None = None,
     ) -> None:
         """Adds LoRA adapters that start as the identity.
 
@@ -193,6 +175,8 @@ class Decoder(nnx.Module):
             alpha: What they add is scaled by alpha / rank.
             linears: Which linears of every layer; None: all that the model has.
             rngs: For A; B starts at zero.
+            dtype: What they are kept in; None: what the other parameters are. They are trained, so float32
+                keeps small updates that bfloat16 would round away.
 
         Raises:
             ConfigError: A linear that the model doesn't have, or a rank below 1.
@@ -213,7 +197,7 @@ class Decoder(nnx.Module):
             alpha=alpha,
             linears=chosen,
             rngs=rngs,
-            dtype=self.norm[...].dtype,
+            dtype=self.norm[...].dtype if dtype is None else dtype,
         )
 
     def trunk(
@@ -232,8 +216,9 @@ class Decoder(nnx.Module):
             positions: Position of each token in its own sequence, from 0; the same shape.
             attend: Attention of one layer; see `Attend`.
             carry: Handed from layer to layer: a cache, or () where there is none.
-            linear: Replaces the products with the kernels of `linear_shapes`. They are then not scanned over:
-                each call gets the whole stack and the layer's number, and may read the kernel in place.
+            linear: Replaces the products with the kernels of `linear_shapes` and with adapters. They are
+                then not scanned over: each call gets the whole stack and the layer's number, and may read
+                the kernel in place.
 
         Returns:
             Hidden states after the final norm [..., T, D] in `compute_dtype`, and the last layer's carry.
@@ -244,7 +229,7 @@ class Decoder(nnx.Module):
         if config.rope_local_theta is not None:
             local = _rope(positions, config, local=True)
         stacked = self._stacked()
-        kernels = {name: stacked.pop(name) for name in LINEARS if linear and name in stacked}
+        kernels = {name: stacked.pop(name) for name in self._kernels() if linear}
         count = config.num_hidden_layers
         windows = None if config.windows is None else jnp.array(config.windows, jnp.int32)
         slides = jnp.array(config.sliding_layers or (False,) * count)
@@ -300,75 +285,6 @@ class Decoder(nnx.Module):
 
         return self.trunk(ids_BT, positions_BT, attend, None)[0]
 
-    def extend(
-        self, cache: KVCache, ids_RC: Array, slots_R: Array, start_R: Array, count_R: Array
-    ) -> tuple[Array, KVCache]:
-        """Appends a chunk to some slots.
-
-        Args:
-            cache: Donate it: it is updated in place.
-            ids_RC: Next tokens of each row, int32; those past `count_R` are ignored.
-            slots_R: Each row's slot, int32; rows that are not in use point past the last slot.
-            start_R: Tokens that each row's slot already holds.
-            count_R: Tokens of the chunk, 1 <= count <= C (0 for a row not in use).
-
-        Returns:
-            The last valid token's final hidden state [R, D], and the cache.
-        """
-        config = self.config
-        length = cache.key.shape[3]
-        offsets_C = jnp.arange(ids_RC.shape[1])
-        positions_RC = start_R[:, None] + offsets_C
-        # A write past the end is dropped: that is where padding goes.
-        write_RC = jnp.where(offsets_C < count_R[:, None], positions_RC, length)
-        lengths = attention_windows(length)
-        held = jnp.searchsorted(jnp.array(lengths), jnp.max(start_R + count_R))
-
-        def first(
-            tokens: int, query: Array, cache: KVCache, index: Array, window: Array | None
-        ) -> Array:
-            """Attention to the first `tokens` of each row's slot."""
-            key, value = (
-                jax.lax.dynamic_index_in_dim(part, index, keepdims=False)[:, :, :tokens]
-                .at[slots_R]
-                .get(mode="clip")
-                for part in cache
-            )
-            order = jnp.arange(tokens)
-            visible_RCM = order <= positions_RC[:, :, None]
-            if window is not None:
-                visible_RCM &= order > positions_RC[:, :, None] - window
-            return attention(
-                query,
-                key,
-                value,
-                visible_RCM,
-                scale=config.attention_scale,
-                softcap=config.attention_softcap,
-            )
-
-        branches = [functools.partial(first, tokens) for tokens in lengths]
-
-        def attend(
-            layer: Array,
-            window: Array | None,
-            query: Array,
-            key: Array,
-            value: Array,
-            carry: KVCache,
-        ) -> tuple[Array, KVCache]:
-            where = (layer, slots_R[:, None], slice(None), write_RC)
-            cache = KVCache(
-                carry.key.at[where].set(key.astype(carry.key.dtype), mode="drop"),
-                carry.value.at[where].set(value.astype(carry.value.dtype), mode="drop"),
-            )
-            # What no row has reached is not looked at.
-            return jax.lax.switch(held, branches, query, cache, layer, window), cache
-
-        x_RCD, cache = self.trunk(ids_RC, positions_RC, attend, cache)
-        last = jnp.maximum(count_R - 1, 0)[:, None, None]
-        return jnp.take_along_axis(x_RCD, last, axis=1)[:, 0], cache
-
     def logits(self, hidden: Array) -> Array:
         """float32 logits [..., V] of final hidden states [..., D], after the final soft cap."""
         logits = jnp.dot(hidden, self.head_DV, preferred_element_type=jnp.float32)
@@ -390,6 +306,13 @@ class Decoder(nnx.Module):
     def _norm(self, x: Array, scale: Array) -> Array:
         offset = 1.0 if self.config.norm_offset else 0.0
         return rms_norm(x, scale, self.config.rms_norm_eps, offset=offset)
+
+    def _kernels(self) -> list[str]:
+        """Names of what x is multiplied with in every layer, adapters included."""
+        names: list[str] = list(linear_shapes(self.config))
+        if self.adapters is not None:
+            names += [f"{name}_{part}" for name in self.adapters.linears for part in "ab"]
+        return names
 
     def _stacked(self) -> dict[str, Array]:
         """Parameters that the layers are scanned over."""
@@ -457,60 +380,18 @@ class _Layer(NamedTuple):
         # Two axes, not three: XLA's gradient of a kernel that is contracted over two axes transposes its
         # operands first, which halves a CPU's rate.
         flat = x.reshape(-1, x.shape[-1])
-        if self.linear is None:
-            out = product(flat, self.weights[name])
-        else:
-            out = self.linear(flat, self.kernels[name], self.number)
+        out = self._product(flat, name)
         if f"{name}_bias" in self.weights:
             out += self.weights[f"{name}_bias"].astype(out.dtype)
         adapters = self.decoder.adapters
         if adapters is not None and name in adapters.linears:
-            down, up = self.weights[f"{name}_a"], self.weights[f"{name}_b"]
-            out += adapters.scale * product(product(flat, down), up)
+            out += adapters.scale * self._product(self._product(flat, f"{name}_a"), f"{name}_b")
         return out.reshape(*x.shape[:-1], -1)
 
-
-def attention(
-    query_BTNH: Array,
-    key_BKMH: Array,
-    value_BKMH: Array,
-    visible_BTM: Array,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> Array:
-    """Grouped-query attention, softmax in float32; returns [B, T, N * H]."""
-    batch, tokens, heads, size = query_BTNH.shape
-    groups = key_BKMH.shape[1]
-    # [B, K, G*T, H]: one matrix product a key-value head instead of one a query head.
-    query = query_BTNH.reshape(batch, tokens, groups, heads // groups, size).transpose(
-        0, 2, 3, 1, 4
-    )
-    query = query.reshape(batch, groups, -1, size) * scale
-    scores = jnp.einsum("bkqh,bkmh->bkqm", query, key_BKMH, preferred_element_type=jnp.float32)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    # Added, not selected: the gradient passes through as it is.
-    hidden_BTM = jnp.where(visible_BTM, 0.0, _HIDDEN)
-    scores = scores.reshape(batch, groups, heads // groups, tokens, -1) + hidden_BTM[:, None, None]
-    shares = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    shares = shares.reshape(batch, groups, (heads // groups) * tokens, -1)
-    # Divided after the product with the values: H numbers a query instead of M.
-    mixed = jnp.einsum(
-        "bkqm,bkmh->bkqh",
-        shares.astype(value_BKMH.dtype),
-        value_BKMH,
-        preferred_element_type=jnp.float32,
-    )
-    mixed = mixed / jnp.sum(shares, axis=-1, keepdims=True)
-    mixed = mixed.reshape(batch, groups, heads // groups, tokens, size).transpose(0, 3, 1, 2, 4)
-    return mixed.reshape(batch, tokens, heads * size).astype(query_BTNH.dtype)
-
-
-def attention_windows(length: int) -> tuple[int, ...]:
-    """Up to four lengths that a cache's attention is compiled for, the last one its own."""
-    step = max(-(-length // 128) * 32, 32)
-    return (*range(step, length, step), length)
+    def _product(self, x_MI: Array, name: str) -> Array:
+        if self.linear is None:
+            return product(x_MI, self.weights[name])
+        return self.linear(x_MI, self.kernels[name], self.number)
 
 
 def softcap(x: Array, cap: float | None) -> Array:
