@@ -338,7 +338,7 @@ class Clients:
         self._mixed = engine.config.on_publish == "keep"
         self._version, self._started, self._ended = 0, 0, 0
         self._end = asyncio.Condition()
-        self._meddling = asyncio.Lock()
+        self._meddling, self._checking = asyncio.Lock(), asyncio.Lock()
         self._answers: list[Answer] = []
         rng = np.random.default_rng(seed)
         self._beginnings = [some_ids(rng, int(size)) for size in rng.integers(1, 60, size=12)]
@@ -366,7 +366,8 @@ class Clients:
                 async with self._meddling:
                     await self._meddle(rng)
             if len(self._answers) >= 2 * BATCH:
-                await asyncio.to_thread(self._check_answers)
+                async with self._checking:  # one at a time, so that one thread's memory is used
+                    await asyncio.to_thread(self._check_answers)
 
     def _check_answers(self) -> None:
         answers, self._answers = self._answers, []
@@ -655,7 +656,8 @@ def test_ten_thousand_requests_leave_nothing(
     assert compilations == []
     assert sum(copies) > 0
     assert_enough(counts, on_publish)
-    assert resident[-1] - resident[4] < 16_000
+    # What is resident goes up and down by tens of MB with what XLA and malloc hold back; a leak moves its floor.
+    assert min(resident[5:]) - min(resident[:5]) < 12_000
 
 
 def resident_kb() -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ import numpy.typing as npt
 from jax import Array
 
 from gymllm_trainers.engine.config import EngineConfig
-from gymllm_trainers.engine.requests import Step
+from gymllm_trainers.engine.requests import Request, Step
 
 
 class StepArrays(NamedTuple):
@@ -70,29 +72,30 @@ class StepLayout:
         )
 
     @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        """Where each part begins, and where the last ends."""
+        return (0, *accumulate(prod(shape) for shape in self._shapes))
+
+    @property
     def size(self) -> int:
         """Numbers in all."""
-        return sum(int(np.prod(shape)) for shape in self._shapes)
+        return self._bounds[-1]
 
     def views(self, packed: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
         """The parts of a host array, in the order of `StepArrays`; writing to them writes to it."""
-        parts: list[npt.NDArray[np.int32]] = []
-        start = 0
-        for shape in self._shapes:
-            end = start + int(np.prod(shape))
-            parts.append(packed[start:end].reshape(shape))
-            start = end
-        return parts
+        return [
+            packed[start:end].reshape(shape)
+            for (start, end), shape in zip(pairwise(self._bounds), self._shapes, strict=True)
+        ]
 
     def unpack(self, packed: Array) -> StepArrays:
         """The same on the device."""
-        parts: list[Array] = []
-        start = 0
-        for shape in self._shapes:
-            end = start + int(np.prod(shape))
-            parts.append(packed[start:end].reshape(shape))
-            start = end
-        return StepArrays(*parts)
+        return StepArrays(
+            *(
+                packed[start:end].reshape(shape)
+                for (start, end), shape in zip(pairwise(self._bounds), self._shapes, strict=True)
+            )
+        )
 
     def positions(self, step: StepArrays) -> Array:
         """Position of each token, [T]."""
@@ -128,27 +131,21 @@ def pack_step(
     """
     packed = np.zeros(layout.size, np.int32)
     token, source, table, start, count, active, pick = layout.views(packed)
+    rows = step.decode
+    used = len(rows)
+    # A few assignments of lists, not a few for each row: of 64 rows these take most of the host's time.
+    token[:used] = [row.token for row in rows]
     source.fill(-1)
-    indices: list[int] = []
-    samples: list[int] = []
-    picked: list[int] = []
-    for index, row in enumerate(step.decode):
-        pages = row.request.pages
-        table[index, : len(pages)] = pages
-        start[index] = row.position
-        count[index] = 1
-        if row.source < 0:
-            token[index] = row.token
-        else:
-            source[index] = sources[row.source]
-        indices.append(index)
-        samples.append(index)
-        picked.append(index)
+    source[:used] = [-1 if row.source < 0 else sources[row.source] for row in rows]
+    start[:used] = [row.position for row in rows]
+    count[:used] = 1
+    for index, row in enumerate(rows):
+        table[index] = _table_row(row.request, layout.table)
+    indices, samples, picked = list(range(used)), list(range(used)), list(range(used))
     for number, block in enumerate(step.prefill):
         index, size = layout.rows + number, len(block.tokens)
         first = layout.rows + number * layout.block
-        pages = block.request.pages
-        table[index, : len(pages)] = pages
+        table[index] = _table_row(block.request, layout.table)
         start[index] = block.start
         count[index] = size
         token[first : first + size] = block.tokens
@@ -160,3 +157,25 @@ def pack_step(
     active[1 : 1 + len(indices)] = indices
     pick[: len(picked)] = picked
     return packed, samples
+
+
+@dataclass(slots=True)
+class _TableRow:
+    """A request's page table as the device gets it, kept with the request."""
+
+    pages: list[int]
+    """What it is of."""
+    count: int
+    """How many of them are in it."""
+    row_M: npt.NDArray[np.int32]
+
+
+def _table_row(request: Request, width: int) -> npt.NDArray[np.int32]:
+    """A request's page table, [M]. Most steps change nothing in it, and many pages take long to convert."""
+    pages, kept = request.pages, request.tag
+    if not isinstance(kept, _TableRow) or kept.pages is not pages:
+        kept = request.tag = _TableRow(pages, 0, np.zeros(width, np.int32))
+    if kept.count < len(pages):
+        kept.row_M[kept.count : len(pages)] = pages[kept.count :]
+        kept.count = len(pages)
+    return kept.row_M

@@ -11,6 +11,7 @@ from gymllm_agents.tokenizer import Tokenizer
 from gymllm_trainers.engine.constraints import Grammars
 from gymllm_trainers.engine.programs import MAX_BIASES
 from gymllm_trainers.engine.requests import Request
+from gymllm_trainers.engine.sampling import SeenTokens
 from gymllm_trainers.engine.stops import StopStrings
 from gymllm_trainers.engine.tickets import Ticket
 
@@ -56,6 +57,7 @@ class Desk:
             or sampling.presence_penalty != 0
             or sampling.frequency_penalty != 0
         )
+        most = min(sampling.max_new_tokens, self._context_length - len(prompt))
         filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.logit_bias
         return Ticket(
             Request(
@@ -74,7 +76,7 @@ class Desk:
             matcher=matcher,
             streaming=streaming,
             full=bool(penalties or filters or matcher or sampling.top_logprobs),
-            seen=dict.fromkeys(prompt, 0) if penalties else {},
+            seen=SeenTokens(prompt, most) if penalties else None,
         )
 
     def _check(self, prompt: list[int], where: str) -> None:

@@ -416,7 +416,9 @@ class JaxEngine:
                     except GymLLMError as error:
                         # Its grammar can't go on; the others of the step can.
                         ticket.error = f"{error}{ticket.name}"
-            packed, previous, *both = programs.sample_full(self._state, hidden, len(tickets), inputs)
+            packed, previous, *both = programs.sample_full(
+                self._state, hidden, len(tickets), inputs
+            )
             top = both[0], both[1]
         else:
             plain = plain_inputs(rows)
@@ -447,11 +449,9 @@ class JaxEngine:
     def _read(self, flight: _Flight) -> None:
         """Takes a step's results: tokens to their requests, ends, and word to whoever waits."""
         sampled = unpack_sampled(flight.packed)
-        lanes = flight.step.rows + flight.step.blocks
-        tokens = [0] * lanes
-        at = dict(zip(flight.samples, range(lanes), strict=False))
-        for sample, index in at.items():
-            tokens[sample] = int(sampled.token[index])
+        tokens = [0] * (flight.step.rows + flight.step.blocks)
+        for sample, token in zip(flight.samples, sampled.token, strict=False):
+            tokens[sample] = token
         top = None
         if flight.top is not None:
             top = np.asarray(flight.top[0]), np.asarray(flight.top[1])
@@ -465,8 +465,8 @@ class JaxEngine:
             if sampled.bad[index]:
                 ticket.error = ticket.error or no_numbers(ticket)
             if not ticket.error:
-                ticket.logprobs.append(float(sampled.logprob[index]))
-                ticket.base_logprobs.append(float(sampled.base_logprob[index]))
+                ticket.logprobs.append(sampled.logprob[index])
+                ticket.base_logprobs.append(sampled.base_logprob[index])
                 ticket.top_logprobs.append(likeliest(top, index, ticket.sampling.top_logprobs))
                 ticket.versions.append(flight.version)
                 self.counts.generated_tokens += 1

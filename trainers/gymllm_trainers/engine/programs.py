@@ -161,8 +161,8 @@ class Programs:
     def sample_plain(
         self, state: Tree, hidden: Array, count: int, inputs: PlainInputs
     ) -> tuple[Array, Array]:
-        """Samples the first `count` rows; see `unpack_sampled`. Also the tokens as the next step's `previous`,
-        [S]."""
+        """Samples the first `count` rows; see `unpack_sampled`. Also the tokens as the next step's
+        `previous`, [S]."""
         sampler = self._samplers["plain", len(inputs.temperature)]
         return sampler(state, hidden, np.int32(count), inputs)
 
@@ -292,12 +292,12 @@ class Programs:
 
 
 class HostSampled(NamedTuple):
-    """What a step sampled, on the host; all [rows]."""
+    """What a step sampled, on the host; a number for each row, in lists: they are read one by one."""
 
-    token: npt.NDArray[np.int32]
-    logprob: npt.NDArray[np.float32]
-    base_logprob: npt.NDArray[np.float32]
-    bad: npt.NDArray[np.bool_]
+    token: list[int]
+    logprob: list[float]
+    base_logprob: list[float]
+    bad: list[bool]
 
 
 def _packed(sampled: Sampled) -> Array:
@@ -316,7 +316,10 @@ def unpack_sampled(packed: Array) -> HostSampled:
     """Waits for what a sampler gave, and reads it."""
     token, logprob, base_logprob, bad = np.asarray(packed)
     return HostSampled(
-        token, logprob.view(np.float32), base_logprob.view(np.float32), bad.astype(bool)
+        token.tolist(),
+        logprob.view(np.float32).tolist(),
+        base_logprob.view(np.float32).tolist(),
+        bad.astype(bool).tolist(),
     )
 
 

@@ -23,7 +23,7 @@ class Request:
     lockstep: bool = False
     """Its next token must not be scheduled before its last one is known."""
     tag: object = None
-    """Whatever the engine keeps with it."""
+    """Whatever else is kept with it: what the device gets of its pages."""
 
     pages: list[int] = field(default_factory=list)
     """Its pages, in order. The list only grows; where a page changes, it is another list."""

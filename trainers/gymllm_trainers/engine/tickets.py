@@ -12,7 +12,7 @@ from gymllm.engine import FinishReason, Generation, SamplingParams
 from gymllm.errors import EngineError, GymLLMError
 from gymllm_trainers.engine.constraints import Matcher
 from gymllm_trainers.engine.requests import Request
-from gymllm_trainers.engine.sampling import FullInputs
+from gymllm_trainers.engine.sampling import FullInputs, SeenTokens
 from gymllm_trainers.engine.stops import StopStrings
 
 
@@ -50,8 +50,8 @@ class Ticket:
     streaming: bool
     full: bool
     """Needs the full sampler."""
-    seen: dict[int, int] = field(default_factory=dict[int, int])
-    """For penalties: ids of the prompt and the generation, and how often each was generated."""
+    seen: SeenTokens | None = None
+    """For penalties."""
     started_ns: int = 0
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -82,8 +82,8 @@ class Ticket:
         """Takes a token, and looks whether it is the last one."""
         sampling = self.sampling
         self.tokens.append(token)
-        if self.seen:
-            self.seen[token] = self.seen.get(token, 0) + 1
+        if self.seen is not None:
+            self.seen.add(token)
         stop = self.stops.push(token) if self.stops else None
         finished = False
         if self.matcher is not None:
@@ -115,9 +115,8 @@ def fill_inputs(inputs: FullInputs, index: int, ticket: Ticket) -> None:
     inputs.repetition_penalty[index] = sampling.repetition_penalty
     inputs.presence_penalty[index] = sampling.presence_penalty
     inputs.frequency_penalty[index] = sampling.frequency_penalty
-    if ticket.seen:
-        inputs.seen_ids[index, : len(ticket.seen)] = list(ticket.seen)
-        inputs.seen_count[index, : len(ticket.seen)] = list(ticket.seen.values())
+    if ticket.seen is not None:
+        ticket.seen.fill(np.asarray(inputs.seen_ids)[index], np.asarray(inputs.seen_count)[index])
     if sampling.logit_bias:
         count = len(sampling.logit_bias)
         inputs.bias_ids[index, :count] = list(sampling.logit_bias)
