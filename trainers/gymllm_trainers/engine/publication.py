@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from gymllm.errors import ModelError
@@ -40,16 +41,25 @@ class Publisher:
         self._cast: Program = jax.jit(lambda leaves: [leaf.astype(self._dtype) for leaf in leaves])
         self._finite: Program = jax.jit(_finite)
         self._compiled: dict[tuple[Path, ...], Program] = {}
-        self._flat = self._converted(_flat(state))
-        self._shardings = {path: variable[...].sharding for path, variable in self._flat.items()}
+        self._casts: dict[tuple[tuple[Path, jnp.dtype], ...], Program] = {}
+        given = _flat(state)
+        self._given = {path: _abstract(variable[...]) for path, variable in given.items()}
+        self._shardings = {path: variable[...].sharding for path, variable in given.items()}
+        self._flat = self._converted(given)
 
     def compile(self) -> None:
-        """Compiles the check of all parameters, and of the adapters alone if there are any."""
+        """Compiles what all parameters take, and the adapters alone if there are any: a cast where those that
+        were there at first needed one, and the check."""
         every = tuple(self._flat)
         adapters = tuple(path for path in every if isinstance(self._flat[path], LoRAParam))
         for paths in filter(None, (every, adapters)):
             leaves = [self._flat[path][...] for path in paths]
             self._compiled[paths] = compile_ahead(self._finite, leaves)
+            others = {
+                path: self._given[path] for path in paths if self._is_other(self._given[path])
+            }
+            if others:
+                self._casts[_typed(others)] = compile_ahead(self._cast, list(others.values()))
 
     @property
     def state(self) -> Tree:
@@ -86,9 +96,10 @@ class Publisher:
                 )
         if not given:
             raise ModelError("published weights are empty: give nnx.state of the decoder.")
-        converted = self._converted(given)
-        placed = {path: self._placed(path, variable) for path, variable in converted.items()}
-        arrays = {path: variable[...] for path, variable in placed.items()}
+        # Placed first: what is cast then lies as it did when the casts were compiled.
+        placed = {path: self._placed(path, variable) for path, variable in given.items()}
+        converted = self._converted(placed)
+        arrays = {path: variable[...] for path, variable in converted.items()}
         finite = jax.device_get(
             self._compiled.get(tuple(arrays), self._finite)(list(arrays.values()))
         )
@@ -100,7 +111,7 @@ class Publisher:
                 f"published weights are NaN or infinite in {len(bad)} of {len(arrays)} parameters, such as "
                 f"{bad[0]!r}: refused, the engine goes on with those it has."
             )
-        self._flat |= placed
+        self._flat |= converted
         return self.state
 
     def _placed(self, path: Path, variable: Any) -> Any:
@@ -113,18 +124,31 @@ class Publisher:
     def _converted(self, flat: dict[Path, Any]) -> dict[Path, Any]:
         """The same with every float in the engine's dtype; what is in it already is not copied."""
         other = {
-            path: variable[...]
-            for path, variable in flat.items()
-            if jnp.issubdtype(variable[...].dtype, jnp.floating)
-            and variable[...].dtype != self._dtype
+            path: variable[...] for path, variable in flat.items() if self._is_other(variable[...])
         }
         if not other:
             return flat
-        cast = dict(zip(other, self._cast(list(other.values())), strict=True))
+        program = self._casts.get(_typed(other), self._cast)
+        cast = dict(zip(other, program(list(other.values())), strict=True))
         return {
             path: variable.replace(cast[path]) if path in cast else variable
             for path, variable in flat.items()
         }
+
+    def _is_other(self, leaf: Array | jax.ShapeDtypeStruct) -> bool:
+        return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != self._dtype
+
+
+def _abstract(leaf: Array) -> jax.ShapeDtypeStruct:
+    """What a program is compiled for: the array without its numbers, where it lies on a mesh if it does."""
+    sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _typed(
+    leaves: Mapping[Path, Array | jax.ShapeDtypeStruct],
+) -> tuple[tuple[Path, jnp.dtype], ...]:
+    return tuple((path, leaf.dtype) for path, leaf in leaves.items())
 
 
 def _flat(state: Tree) -> dict[Path, Any]:
