@@ -409,3 +409,26 @@ def test_greedy_trajectories_are_refused(make_decoder: MakeDecoder) -> None:
 def test_settings_out_of_range_are_refused(setting, message) -> None:
     with pytest.raises(ConfigError, match=message):
         LearnerConfig(**setting)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_bfloat16_weights_are_trained_step_after_step(make_decoder: MakeDecoder, rank: int) -> None:
+    graph, state = nnx.split(make_decoder(0))
+    decoder = nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state))
+    decoder.compute_dtype = jnp.dtype(jnp.bfloat16)
+    if rank:
+        decoder.add_adapters(rank=rank, alpha=4.0, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    learner = new_learner(decoder)
+    learner.compile()
+    kinds = [leaf.dtype for leaf in jax.tree.leaves(learner.state)[:-1]]
+    for _ in range(3):
+        before = parameters(learner)
+        for one in random_groups(count=2):
+            learner.add_group(one)
+        assert learner.step()["gradient_norm"] > 0
+        assert any((new != old).any() for new, old in zip(parameters(learner), before, strict=True))
+    assert [leaf.dtype for leaf in jax.tree.leaves(learner.state)[:-1]] == kinds
+    moments = [leaf for leaf in jax.tree.leaves(learner.state.optimizer) if leaf.ndim]
+    assert {leaf.dtype.name for leaf in moments} == {"float32"}
+    own = "float32" if rank else "bfloat16"
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(learner.state.trainable)} == {own}

@@ -163,7 +163,9 @@ class Learner:
         graph, trainable, frozen = nnx.split(decoder, wanted, ...)
         self._graph, self._frozen = graph, frozen
         self._optimizer = _optimizer(config, total_steps)
-        self.state = LearnerState(trainable, self._optimizer.init(trainable), 0)
+        # Moments are float32 whatever the weights are, as the gradient is: AdamW gives back what it is given.
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trainable)
+        self.state = LearnerState(trainable, self._optimizer.init(wide), 0)
         self._gradient: Tree = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trainable
         )  # unnormalised sum since the last step
