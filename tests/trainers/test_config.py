@@ -94,6 +94,8 @@ def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
         (["--rollout.group-size", "four"], "four"),
         (["--rollout.group-size", "1"], "must be >= 2"),
         (["--model.dtype", "float16"], "bfloat16"),
+        (["--model.lora-linears", "q_proj"], "q_proj, but model.lora_rank is 0"),
+        (["--model.remat", "some"], "offload"),
         (["--steps", "0"], "steps must be >= 1, got 0"),
         (["--env.worker", "proces"], "inline"),
         (["--env.spares", "-1"], "env.spares must be >= 0, got -1"),

@@ -48,6 +48,12 @@ def test_memory_is_what_has_to_be_held() -> None:
     cache = (2048 << 20) // a_page * a_page  # less than 32 slots of 384 tokens
     logits = 512 * 151_936 * 4
     assert found.device_bytes == parameters * (2 + 8 + 4) + cache + logits
+    lora = ["--model.lora-rank", "8", "--model.lora-linears", "q_proj", "down_proj"]
+    found = plan(
+        load_config(["--model.name", "Qwen/Qwen3-0.6B", "--model.dtype", "bfloat16", *lora])
+    )
+    adapters = 28 * 8 * ((1024 + 2048) + (3072 + 1024))
+    assert found.device_bytes == parameters * 2 + adapters * (4 + 8 + 4) + cache + logits
 
 
 @pytest.mark.parametrize(

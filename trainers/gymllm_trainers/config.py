@@ -35,6 +35,7 @@ from gymllm_trainers.config_files import (
 from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import LearnerConfig
 from gymllm_trainers.metrics import WandbMode
+from gymllm_trainers.models.decoder import RematPolicy
 from gymllm_trainers.players import AgentSettings, PlayerSettings
 from gymllm_trainers.run_folder import RunFolder
 from gymllm_trainers.warm_start import WarmStartConfig
@@ -55,14 +56,23 @@ class ModelSettings:
     """Rank of LoRA adapters, which alone are then trained; 0 trains every weight."""
     lora_alpha: float = 32.0
     """Adapters are scaled by alpha / rank."""
-    remat: bool = False
-    """Whether training recomputes activations in the backward pass: slower, with less memory."""
+    lora_linears: tuple[str, ...] = ()
+    """Which linears of every layer have adapters, by the hub's names, such as q_proj, or ours; empty: all."""
+    remat: RematPolicy = "none"
+    """What training keeps of a layer's activations for its backward pass; what it doesn't, it computes again:
+    slower, with less memory. none: keeps all; full: only what comes in; dots: that and products with kernels;
+    offload: as dots, in the host's memory."""
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
             raise ConfigError(f"model.lora_rank must be >= 0, got {self.lora_rank}.")
         if not self.lora_alpha > 0:
             raise ConfigError(f"model.lora_alpha must be > 0, got {self.lora_alpha}.")
+        if self.lora_linears and not self.lora_rank:
+            raise ConfigError(
+                f"model.lora_linears is {', '.join(self.lora_linears)}, but model.lora_rank is 0: "
+                "no adapters are made. Set lora_rank, or leave lora_linears out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,6 +138,7 @@ class Evaluation:
     concurrency: int
     skill: float
     dtype: Literal["float32", "bfloat16"]
+    compute_dtype: Literal["float32", "bfloat16"]
     run: TrainConfig | None
     """The run's configuration, where the model is a run's folder."""
     out: Path
@@ -205,6 +206,7 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
         concurrency=concurrency,
         skill=settings.skill,
         dtype=base.model.dtype,
+        compute_dtype=base.model.compute_dtype,
         run=run,
         out=settings.out or _default_out(settings.model, env.id),
     )
@@ -388,7 +390,8 @@ def _engine(evaluation: Evaluation, timeline: Timeline) -> tuple[Engine, Tokeniz
         decoder, tokenizer = _run_policy(RunFolder(Path(evaluation.model)), evaluation.run)
     else:
         model = load_model(evaluation.model, dtype=evaluation.dtype)
-        decoder, tokenizer = model.decoder(), model.tokenizer
+        decoder = model.decoder(compute_dtype=evaluation.compute_dtype)
+        tokenizer = model.tokenizer
     engine = open_engine(decoder, evaluation.engine, timeline=timeline, tokenizer=tokenizer)
     return engine, tokenizer
 

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from gymllm.errors import ConfigError
 from gymllm_trainers.build import open_pool, task_source
-from gymllm_trainers.config import TrainConfig
-from gymllm_trainers.models import DecoderConfig, gguf, tiny_config
+from gymllm_trainers.config import ModelSettings, TrainConfig
+from gymllm_trainers.models import DecoderConfig, choose_linears, gguf, tiny_config
 from gymllm_trainers.models.config import RopeScaling
 from gymllm_trainers.models.decoder import linear_shapes
 from gymllm_trainers.models.hub import config_from_hub
@@ -285,7 +285,7 @@ def _memory(config: TrainConfig, shape: DecoderConfig) -> Iterator[tuple[str, in
     yield f"weights, {model.dtype}", shape.parameters * weights
     trained = shape.parameters
     if model.lora_rank:
-        trained = _adapters(shape, model.lora_rank)
+        trained = _adapters(shape, model)
         yield f"adapters of rank {model.lora_rank}", trained * 4
     yield "AdamW's moments, float32", trained * _ADAM
     yield "gradients, float32", trained * 4
@@ -296,10 +296,11 @@ def _memory(config: TrainConfig, shape: DecoderConfig) -> Iterator[tuple[str, in
     yield "logits of one chunk, float32", config.learner.head_chunk * shape.vocab_size * 4
 
 
-def _adapters(shape: DecoderConfig, rank: int) -> int:
-    """Parameters of adapters on every linear layer."""
-    ends = sum(fan_in + fan_out for fan_in, fan_out in linear_shapes(shape).values())
-    return rank * ends * shape.num_hidden_layers
+def _adapters(shape: DecoderConfig, model: ModelSettings) -> int:
+    """Parameters of the adapters."""
+    chosen = choose_linears(model.lora_linears or "all-linear", shape)
+    ends = sum(sum(linear_shapes(shape)[name]) for name in chosen)
+    return model.lora_rank * ends * shape.num_hidden_layers
 
 
 def _shape(config: TrainConfig) -> DecoderConfig | None:

@@ -9,6 +9,8 @@ runs/<name>/
 ├── trace.perfetto-trace for ui.perfetto.dev; trace-2, trace-3, ... after a resume
 ├── wandb/               Weights & Biases' own files
 ├── checkpoints/         step_000010/ ...
+├── model/               the trained model, as transformers and vLLM load it; adapters are merged
+├── adapters/            where adapters were trained, they alone, as PEFT and vLLM load them
 └── .lock                locked by the process that trains, whose number is inside
 """
 
@@ -52,6 +54,7 @@ class RunFolder:
         self.trace = path / "trace.perfetto-trace"
         self.wandb = path / "wandb"
         self.model = path / "model"
+        self.adapters = path / "adapters"
         self.checkpoints = path / "checkpoints"
         self._lock: int | None = None
 

@@ -41,8 +41,10 @@ from gymllm_trainers.memory import keep_freed_memory
 from gymllm_trainers.models import (
     Decoder,
     LoadedModel,
+    choose_linears,
     decoder_params,
     load_model,
+    save_adapters,
     save_model,
 )
 from gymllm_trainers.players import (
@@ -349,10 +351,14 @@ def policy_decoder(config: TrainConfig, model: LoadedModel) -> Decoder:
     """The decoder to train, with the adapters that the settings ask for."""
     settings = config.model
     decoder = model.decoder(compute_dtype=jnp.dtype(settings.compute_dtype))
-    decoder.remat = "full" if settings.remat else "none"
+    decoder.remat = settings.remat
     if settings.lora_rank:
         decoder.add_adapters(
-            rank=settings.lora_rank, alpha=settings.lora_alpha, rngs=nnx.Rngs(config.seed)
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            linears=choose_linears(settings.lora_linears or "all-linear", model.config),
+            rngs=nnx.Rngs(config.seed),
+            dtype=jnp.float32,
         )
     return decoder
 
@@ -494,6 +500,11 @@ def _export(session: _Session, learner: Learner, tokenizer: Tokenizer) -> None:
         tokenizer,
         overwrite=True,
     )
+    config = session.config
+    if config.model.lora_rank:
+        tiny = config.model.name == TINY
+        base = str(warm_start_folder(config)) if tiny else config.model.name
+        save_adapters(session.files.folder.adapters, learner.serving(), base, overwrite=True)
 
 
 # ------------------------------------------------------------------ numbers
