@@ -2,6 +2,8 @@
 
 from gymllm_trainers.models.config import DecoderConfig as DecoderConfig
 from gymllm_trainers.models.decoder import Decoder as Decoder
+from gymllm_trainers.models.decoder import LoRAParam as LoRAParam
+from gymllm_trainers.models.decoder import merge_adapters as merge_adapters
 from gymllm_trainers.models.hub import Params as Params
 from gymllm_trainers.models.load import LoadedModel as LoadedModel
 from gymllm_trainers.models.load import build_decoder as build_decoder
@@ -20,6 +22,7 @@ from gymllm_trainers.models.tiny import tiny_config as tiny_config
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "LoRAParam",
     "LoadedModel",
     "Params",
     "build_decoder",
@@ -28,6 +31,7 @@ __all__ = [
     "load_adapters",
     "load_model",
     "make_mesh",
+    "merge_adapters",
     "param_shardings",
     "random_decoder",
     "save_adapters",
