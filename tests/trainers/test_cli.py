@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -365,3 +366,19 @@ def test_second_signal_ends_at_once():
     assert code == 130
     assert "interrupted again" in errors
     assert took < 3
+
+
+@pytest.mark.parametrize("command", [cli.serve, cli.evaluate])
+def test_what_is_compiled_is_kept_for_the_next_start(capsys, command):
+    if command is cli.serve:
+        pytest.importorskip("uvicorn", reason='needs pip install "gymllm-trainers[serve]"')
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        assert (
+            command(["--model", "/nowhere/model"] + ["--port", "0"] * (command is cli.serve)) == 2
+        )
+        assert jax.config.values["jax_compilation_cache_dir"].endswith("compiled")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert "/nowhere/model" in capsys.readouterr().err

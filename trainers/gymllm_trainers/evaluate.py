@@ -35,6 +35,7 @@ from gymllm.transcripts import to_json, write_html
 from gymllm_agents import Tokenizer, train_tokenizer
 from gymllm_trainers.build import EnvSettings, open_pool, task_source
 from gymllm_trainers.checkpoint import Checkpointer
+from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.config import TrainConfig, take_env_kwargs, take_players
 from gymllm_trainers.config_files import merge, parse_scalar, read_yaml
 from gymllm_trainers.engine import EngineConfig, open_engine
@@ -237,6 +238,7 @@ def run(evaluation: Evaluation) -> None:
         GymLLMError: Something can't be used, or every episode failed; the transcripts say how.
         KeyboardInterrupt: Ctrl-C; the episodes that had ended are written.
     """
+    use_compilation_cache()
     with Interrupt() as interrupt:
         _run(evaluation, interrupt)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,8 +18,12 @@ import anyio
 import httpx
 import pytest
 
+from gymllm.errors import ModelError, UnknownNameError
 from gymllm_trainers import cli
-from gymllm_trainers.serve.settings import load_settings
+from gymllm_trainers.serve.server import load
+from gymllm_trainers.serve.settings import ServeSettings, load_settings
+
+TINY_SMOLLM2 = Path(__file__).parents[1] / "fixtures" / "tiny_smollm2"
 
 LONG = {"input_ids": [5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
 
@@ -237,3 +242,21 @@ def test_a_signal_ends_the_command_within_seconds(tmp_path: Path, which: int) ->
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_run_is_served_by_its_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("name: run\n", "utf-8")
+    with pytest.raises(ModelError, match=r"has written no model yet.*--resume .*run\."):
+        load(ServeSettings(model=str(run)))
+    shutil.copytree(TINY_SMOLLM2, run / "model")
+    decoder, tokenizer = load(ServeSettings(model=str(run)))
+    assert decoder.config.vocab_size == 320
+    assert tokenizer.vocab_size <= 320
+
+
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one() -> None:
+    for name, right in (("tny", "tiny"), ("smolm2", "smollm2")):
+        with pytest.raises(UnknownNameError, match=f"Did you mean {right}?"):
+            load(ServeSettings(model=name))

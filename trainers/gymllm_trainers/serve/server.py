@@ -7,15 +7,17 @@ import dataclasses
 import os
 import socket
 from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
 from gymllm.engine import GenerateRequest, SamplingParams
-from gymllm.errors import ConfigError, MissingExtraError
+from gymllm.errors import ConfigError, MissingExtraError, ModelError, UnknownNameError
 from gymllm.event_loop import LOOP_OPTIONS
 from gymllm.timeline import Timeline
 from gymllm_agents import Tokenizer, train_tokenizer
+from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.engine import EmbeddedEngine, EngineConfig, open_engine
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.models import (
@@ -25,6 +27,7 @@ from gymllm_trainers.models import (
     random_decoder,
     tiny_config,
 )
+from gymllm_trainers.run_folder import RunFolder
 from gymllm_trainers.serve.settings import DEFAULT_CONTEXT, TINY, ServeSettings
 
 try:
@@ -52,6 +55,7 @@ def run(settings: ServeSettings) -> None:
         KeyboardInterrupt: The signal came; requests were answered with an error, everything is closed.
     """
     with Interrupt() as interrupt, listening(settings.host, settings.port) as listener:
+        use_compilation_cache()
         decoder, tokenizer = load(settings)
         anyio.run(
             _run,
@@ -80,9 +84,26 @@ def load(settings: ServeSettings) -> tuple[Decoder, Tokenizer]:
             config, seed=settings.seed, dtype=settings.dtype, compute_dtype=settings.dtype
         )
     else:
-        model = load_model(settings.model, dtype=settings.dtype)
+        try:
+            model = load_model(_model_of(settings.model), dtype=settings.dtype)
+        except UnknownNameError as problem:
+            known = [TINY, *problem.known]
+            raise UnknownNameError("model", settings.model, known, problem.hint) from None
         decoder, tokenizer = model.decoder(compute_dtype=settings.dtype), model.tokenizer
     return decoder, tokenizer
+
+
+def _model_of(name: str) -> str:
+    """What to load; of a run's folder, the model that the run wrote."""
+    run = RunFolder(Path(name).expanduser())
+    if not run.config.is_file():
+        return name
+    if not run.model.is_dir():
+        raise ModelError(
+            f"the run in {run.path} has written no model yet: a run does at its end. Let it go on with "
+            f"gymllm-train --resume {run.path}."
+        )
+    return str(run.model)
 
 
 def fitting(config: EngineConfig, model: DecoderConfig) -> EngineConfig:

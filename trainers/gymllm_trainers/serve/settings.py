@@ -23,8 +23,8 @@ class ServeSettings:
     """A model, and how it is served."""
 
     model: str
-    """A model folder, a .gguf file, a hub name, "smollm2"; or "tiny": random weights, to try clients
-    out."""
+    """A model folder, a run's folder, a .gguf file, a hub name, "smollm2"; or "tiny": random weights, to
+    try clients out."""
     name: str = ""
     """What clients call the model; empty: as --model has it."""
     host: str = "127.0.0.1"
