@@ -195,6 +195,8 @@ class OpenAIEngine:
             except (self._httpx.RequestError, TimeoutError) as error:
                 timed_out = isinstance(error, (self._httpx.TimeoutException, TimeoutError))
                 problem = f"{type(error).__name__} {error}".strip()
+                if isinstance(error, self._httpx.ConnectError):
+                    problem += ". Is a server running at that address?"
                 continue
             if response.is_success:
                 return _json_object(response, self._url, name)

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -186,6 +187,15 @@ async def test_a_lost_connection_is_tried_again_and_then_told(serve) -> None:
             await agent.act("b")
     with pytest.raises(ClosedError):
         await ModelAgent.factory(None)(context(engine)).act("a")
+
+
+@pytest.mark.asyncio
+async def test_an_address_where_nobody_listens_is_asked_about() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    async with OpenAIEngine("m", url=f"http://127.0.0.1:{port}/v1", retries=0) as engine:
+        with pytest.raises(EngineError, match=f"{port}/v1.*Is a server running at that address"):
+            await ModelAgent.factory(None)(context(engine)).act("a")
 
 
 @pytest.mark.parametrize(
