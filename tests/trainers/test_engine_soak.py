@@ -511,7 +511,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def decoders(make_decoder: Callable[..., Decoder]) -> list[Decoder]:
-    return [make_decoder(seed, vocab_size=VOCABULARY) for seed in range(3)]
+    # With so many numbers in a row, XLA's sums of them depend on how many rows there are.
+    return [make_decoder(seed, vocab_size=VOCABULARY, hidden_size=96) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")

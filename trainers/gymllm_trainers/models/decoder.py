@@ -252,7 +252,7 @@ class Decoder(nnx.Module):
         body = _recomputed(layer, self.remat)
         inputs = (jnp.arange(count, dtype=jnp.int32), windows, slides, stacked)
         (x, carry), _ = jax.lax.scan(body, (self._embed(ids), carry), inputs)
-        return self._norm(x, self.norm[...]), carry
+        return self._norm(x, self.norm[...], in_order=linear is not None), carry
 
     def hidden(self, ids_BT: Array, positions_BT: Array, segments_BT: Array) -> Array:
         """Final hidden states of packed rows.
@@ -303,9 +303,10 @@ class Decoder(nnx.Module):
             x *= jnp.array(self.config.hidden_size**0.5, x.dtype)
         return constrain_embedded(x)
 
-    def _norm(self, x: Array, scale: Array) -> Array:
+    def _norm(self, x: Array, scale: Array, *, in_order: bool) -> Array:
         offset = 1.0 if self.config.norm_offset else 0.0
-        return rms_norm(x, scale, self.config.rms_norm_eps, offset=offset)
+        eps = self.config.rms_norm_eps
+        return rms_norm(x, scale, eps, offset=offset, in_order=in_order)
 
     def _kernels(self) -> list[str]:
         """Names of what x is multiplied with in every layer, adapters included."""
@@ -374,7 +375,8 @@ class _Layer(NamedTuple):
         return self._linear(gate * self._linear(x, "up"), "down")
 
     def _norm(self, x: Array, name: str) -> Array:
-        return self.decoder._norm(x, self.weights[name])
+        # Who brings products of his own wants a token's numbers not to depend on how many there are.
+        return self.decoder._norm(x, self.weights[name], in_order=self.linear is not None)
 
     def _linear(self, x: Array, name: LinearName) -> Array:
         # Two axes, not three: XLA's gradient of a kernel that is contracted over two axes transposes its
@@ -404,11 +406,32 @@ def activate(x: Array, kind: str) -> Array:
     return jax.nn.silu(x) if kind == "silu" else jax.nn.gelu(x, approximate=True)
 
 
-def rms_norm(x: Array, scale: Array, eps: float, *, offset: float = 0.0) -> Array:
-    """x / rms(x) * (offset + scale) over the last axis, in float32; returns x's type."""
+def rms_norm(
+    x: Array, scale: Array, eps: float, *, offset: float = 0.0, in_order: bool = False
+) -> Array:
+    """x / rms(x) * (offset + scale) over the last axis, in float32; returns x's type.
+
+    With `in_order` a row has the same bits whatever the number of rows is: on a CPU, XLA sums a row in an
+    order that depends on it.
+    """
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    squares = jnp.square(wide)
+    if in_order:
+        # Or some would be squared and added in one operation, with one rounding.
+        mean = _sum_in_order(jax.lax.optimization_barrier(squares)) / x.shape[-1]
+    else:
+        mean = jnp.mean(squares, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(mean + eps)
     return (wide * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
+
+
+def _sum_in_order(x: Array) -> Array:
+    """Sum over the last axis, kept with length 1, as adds of halves: their order no compiler changes."""
+    while x.shape[-1] > 1:
+        half = (x.shape[-1] + 1) // 2
+        rest = [(0, 0)] * (x.ndim - 1) + [(0, 2 * half - x.shape[-1])]
+        x = x[..., :half] + jnp.pad(x[..., half:], rest)
+    return x
 
 
 def _recomputed(
