@@ -259,8 +259,8 @@ class JaxEngine:
             version: Their policy version.
 
         Raises:
-            ModelError: Names, shapes or dtypes are others, or a number is NaN or infinite; the weights that
-                there were stay.
+            ModelError: Names or shapes are others, or a number is NaN or infinite; the weights that there
+                were stay. Other dtypes are converted.
             ClosedError: The engine was closed before, or meanwhile.
         """
         self._refuse_if_down()
