@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gymllm.errors import ModelError
 from gymllm_trainers.engine.publication import Publisher
-from gymllm_trainers.models import Decoder
+from gymllm_trainers.models import Decoder, decoder_params
 from gymllm_trainers.models.decoder import LoRAParam
 
 
@@ -36,3 +37,13 @@ def test_nothing_compiles_when_weights_or_adapters_alone_are_published(
         np.testing.assert_array_equal(
             held[path][...], variable[...].astype(compute), err_msg=str(path)
         )
+
+
+def test_only_a_state_is_published(make_decoder: Callable[[int], Decoder]) -> None:
+    decoder = make_decoder(0)
+    publisher = Publisher(*nnx.split(decoder), compute_dtype=jnp.float32)
+    params = decoder_params(decoder)
+    for wrong, what in ((decoder, "Decoder"), (params, "dict"), (None, "NoneType")):
+        with pytest.raises(ModelError, match=rf"got {what}: publish `nnx.state\(decoder\)`"):
+            publisher.check(wrong)
+    publisher.check(nnx.state(decoder))

@@ -76,8 +76,14 @@ class Publisher:
             All of them, as the programs take them.
 
         Raises:
-            ModelError: A name or shape is another, or a number is NaN or infinite; nothing is taken.
+            ModelError: Not an `nnx.State`, another name or shape, or a number is NaN or infinite; nothing is
+                taken.
         """
+        if not isinstance(state, nnx.State):
+            raise ModelError(
+                f"published weights must be an nnx.State, got {type(state).__name__}: publish "
+                "`nnx.state(decoder)`, or of its adapters alone `nnx.state(decoder, LoRAParam)`."
+            )
         # In the engine's order, which is that of what was compiled.
         found = _flat(state)
         given = {path: found.pop(path) for path in self._flat if path in found} | found
