@@ -346,7 +346,7 @@ def _read_json(file: Path) -> dict[str, object]:
         return {}
     try:
         value: object = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON ({error}). Download it again.") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} must hold a JSON object, got {type(value).__name__}.")
@@ -368,7 +368,8 @@ def _stop_tokens(backend: tokenizers.Tokenizer, generation: dict[str, object]) -
     """Texts of the stop tokens that generation_config.json names by id."""
     named = generation.get("eos_token_id")
     ids = cast(list[object], named) if isinstance(named, list) else [named]
-    tokens = [backend.id_to_token(i) for i in ids if isinstance(i, int)]
+    # Past 32 bits the backend raises instead of having no token.
+    tokens = [backend.id_to_token(i) for i in ids if isinstance(i, int) and 0 <= i < 2**32]
     return [token for token in tokens if token is not None]
 
 
@@ -376,7 +377,10 @@ def _read_chat_template(folder: Path, config: dict[str, object]) -> str | None:
     """The template: its own file first, then the configuration's; of named ones the "default"."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ModelError(f"{file} is not UTF-8 ({error}). Download it again.") from error
     value = config.get("chat_template")
     if isinstance(value, list):
         entries = [

@@ -148,7 +148,7 @@ def test_qwen_slides_from_max_window_layers_on_and_only_if_it_says_so() -> None:
             "layer_types has 1 entries for num_hidden_layers=3",
         ),
         ("tiny_gemma3", {"layer_types": ["chunked_attention"] * 3}, "sets layer_types="),
-        ("tiny_gemma3", {"sliding_window": 0}, "sliding_window must be positive, got 0"),
+        ("tiny_gemma3", {"sliding_window": 0}, "sliding_window must be positive and finite, got 0"),
         (
             "tiny_gemma3",
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -218,7 +218,7 @@ def test_shapes_that_make_no_sense_are_refused(changes: dict[str, object], messa
 
 
 def test_scalings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"factor must be > 0, got 0"):
+    with pytest.raises(ModelError, match=r"factor must be > 0 and finite, got 0"):
         RopeScaling(kind="linear", factor=0)
     with pytest.raises(
         ModelError, match=r"high_freq_factor > low_freq_factor > 0, got 1.0 and 1.0"

@@ -62,7 +62,7 @@ def write_gguf(
     quantization: str = "F32",
     pre: str = "gpt-2",
     tokenizer_model: str = "gpt2",
-    extra: dict[str, str | int | float] | None = None,
+    extra: dict[str, str | int | float | list[int]] | None = None,
     drop: str | None = None,
 ) -> Path:
     """Writes what llama.cpp's converter would, reordered query and key rows included."""
@@ -96,14 +96,6 @@ def write_gguf(
         writer.add_float32(
             gguf.Keys.Rope.FREQ_BASE_SWA.format(arch=architecture), config.rope_local_theta
         )
-    for key, value in (extra or {}).items():
-        match value:
-            case str():
-                writer.add_string(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
 
     folder = FIXTURES / "tiny_llama"  # they all have the same one
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -122,6 +114,16 @@ def write_gguf(
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
     writer.add_chat_template("{{ messages[0].content }}")
+    for key, value in (extra or {}).items():
+        match value:
+            case str():
+                writer.add_string(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case list():
+                writer.add_array(key, value)
 
     def add(name: str, array: np.ndarray) -> None:
         if name == drop:
@@ -274,6 +276,11 @@ def test_llama_3_cuts_digits_in_threes_and_keeps_whole_words(
         ({"extra": {"llama.attention.sliding_window": 8}}, "sets llama.attention.sliding_window"),
         ({"extra": {"llama.expert_count": 8}}, "llama.expert_count"),
         ({"extra": {"llama.rope.dimension_count": 8}}, "rope.dimension_count=8"),
+        ({"extra": {"llama.block_count": 2**31}}, "num_hidden_layers must be from 1 to 4096"),
+        ({"extra": {"llama.attention.head_count": 0}}, "head_count must be from 1 to"),
+        ({"extra": {"llama.attention.head_count_kv": 0}}, "num_key_value_heads must be from 1 to"),
+        ({"extra": {"tokenizer.ggml.eos_token_id": 10**6}}, "eos_token_id=1000000, but has"),
+        ({"extra": {"tokenizer.ggml.token_type": [1, 2]}}, "token_type has 2 entries for"),
         ({"drop": "blk.1.ffn_up.weight"}, r"lacks the tensor 'model.layers.1.mlp.up_proj.weight'"),
         ({"drop": "token_embd.weight"}, "lacks the tensor 'token_embd.weight'"),
     ],

@@ -1,6 +1,7 @@
 """What `load_model` reads, and what it answers to a folder it can't use."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -171,11 +172,22 @@ def test_missing_key_is_named(folder: Path, key: str) -> None:
     [
         ({"hidden_size": "32"}, "hidden_size must be of type int, got '32'"),
         ({"hidden_size": True}, "hidden_size must be of type int, got True"),
-        ({"num_attention_heads": 0}, "num_attention_heads must be positive, got 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be positive and finite, got 0"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps must be positive"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a positive number, got -1"),
         ({"rope_parameters": "default"}, "rope_parameters must be an object or null"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be positive and finite, got nan"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be positive and finite, got 1000"),
+        ({"rope_parameters": {"rope_theta": math.inf}}, "rope_theta must be a positive number"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 10**400}},
+            "needs a positive factor, got 1000",
+        ),
+        ({"layer_types": [[]]}, "sets layer_types=[[]]"),
+        ({"vocab_size": 2**31}, "vocab_size must be from 1 to 2147483647, got 2147483648"),
+        ({"num_hidden_layers": 2**70}, "num_hidden_layers must be from 1 to 4096, got 1180591620"),
+        ({"num_hidden_layers": 4000, "layer_types": ...}, "too few for num_hidden_layers = 4000"),
     ],
 )
 def test_wrong_value_is_named(folder: Path, change: dict, message: str) -> None:
@@ -216,14 +228,14 @@ def test_integer_weights_are_refused(folder: Path) -> None:
 
 def test_folder_without_weights_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"lacks weights: model\.safetensors not found"):
+    with pytest.raises(ModelError, match=r"lacks weights: .model\.safetensors. not found"):
         load_model(folder)
 
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "tiny_llama", tmp_path / "model"))
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"lacks weights: model-00002-of-00003\.safetensors"):
+    with pytest.raises(ModelError, match=r"lacks weights: .model-00002-of-00003\.safetensors"):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelError, match=r"index\.json lacks \"weight_map\""):
@@ -469,3 +481,45 @@ def test_random_weights_are_a_function_of_the_seed() -> None:
     layers = first["layers"]
     assert isinstance(layers, dict)
     assert 0.4 < float(layers["down"].std() / layers["up"].std()) < 0.6
+
+
+def test_experts_without_number_are_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "tiny_qwen3_moe", tmp_path / "model"))
+    edit_config(folder, num_experts=2**14)
+    with pytest.raises(ModelError, match=r"too few for .* with num_experts = 16384"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b"[" * 100_000, "config.json is not valid JSON"),
+        ("config.json", b"\xff\xfe", "config.json is not valid JSON"),
+        ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json is not JSON"),
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja is not UTF-8"),
+        (
+            "model.safetensors.index.json",
+            json.dumps({"weight_map": {"norm": "x" * 5_000}}).encode(),
+            "lacks weights: 'xxx",
+        ),
+    ],
+    ids=str,
+)
+def test_garbage_in_a_folder_is_named(
+    folder: Path, file: str, content: bytes, message: str
+) -> None:
+    (folder / file).write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def test_stop_tokens_that_are_no_ids_are_left_out(folder: Path) -> None:
+    ids = [-1, 2**32, 10**30, None, "x"]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert load_model(folder).tokenizer.stop_token_ids
+
+
+@pytest.mark.parametrize("name", ["x" * 5_000, "~nobody-of-this-name/model", "/" + "x" * 5_000])
+def test_path_that_cannot_be_is_named(name: str) -> None:
+    with pytest.raises((ModelError, UnknownNameError), match=r"No model at|Unknown model"):
+        load_model(name)

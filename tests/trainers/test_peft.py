@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -205,10 +206,12 @@ def test_start_that_changes_the_base_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"r": 0}, "r must be a rank >= 1, got 0"),
-        ({"r": True}, "r must be a rank >= 1, got True"),
+        ({"r": 0}, "r must be a rank from 1 to 65536, got 0"),
+        ({"r": True}, "r must be a rank from 1 to 65536, got True"),
+        ({"r": 10**400}, "r must be a rank from 1 to 65536, got 1000"),
+        ({"lora_alpha": math.inf}, "lora_alpha must be a number > 0, got inf"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number > 0, got '8'"),
-        ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern must be a rank >= 1, got 1.5"),
+        ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern must be a rank from 1 to 65536, got 1.5"),
         ({"rank_pattern": [1]}, "rank_pattern must be an object, got [1]"),
         ({"alpha_pattern": {"(": 1}}, "the pattern '(' is not a regular expression"),
         ({"r": 4}, "down_proj has A [3, 64] and B [32, 3], expected [4, 64] and [32, 4]"),
@@ -254,6 +257,15 @@ def test_values_that_are_not_finite_are_refused(folder: Path) -> None:
     with pytest.raises(
         ModelError, match=r"an adapter of the linear 'up' holds values that are NaN"
     ):
+        load_adapters(folder, qwen3())
+
+
+def test_integers_are_refused(folder: Path) -> None:
+    edit_tensors(
+        folder,
+        lambda tensors: tensors.update({n: t.astype(np.int8) for n, t in tensors.items()}),
+    )
+    with pytest.raises(ModelError, match=r"stored as int8; expected float64, .* not quantized"):
         load_adapters(folder, qwen3())
 
 

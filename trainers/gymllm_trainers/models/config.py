@@ -13,6 +13,10 @@ from gymllm.errors import ModelError
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 NO_WINDOW = 2**30
 """The window of a layer that sees everything before it, where others of the model don't."""
+MOST = {"num_hidden_layers": 2**12, "num_experts": 2**14}
+"""Sizes that no model has, of what there is an object for each: a damaged config is refused before the
+memory is used up."""
+_MOST_SIZE = 2**31 - 1  # of any other: what an axis may have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +33,8 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise ModelError(f"RoPE's scaling factor must be > 0, got {self.factor}.")
+        if not 0 < self.factor < math.inf:
+            raise ModelError(f"RoPE's scaling factor must be > 0 and finite, got {self.factor}.")
         if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor > 0:
             raise ModelError(
                 "llama3 RoPE scaling needs high_freq_factor > low_freq_factor > 0, got "
@@ -102,6 +106,14 @@ class DecoderConfig:
     """The shares of a token's experts are scaled to add up to one."""
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            check_size(name, getattr(self, name))
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ModelError(f"{name} must be > 0 and finite, got {value}.")
+        if self.num_experts:
+            check_size("num_experts", self.num_experts)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -145,6 +157,37 @@ class DecoderConfig:
         layer = sum(math.prod(shape) for shape in layer_shapes(self).values())
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_hidden_layers * layer + embeddings + self.hidden_size
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_NUMBERS = (
+    "rope_theta",
+    "rope_local_theta",
+    "rms_norm_eps",
+    "query_pre_attn_scalar",
+    "attention_softcap",
+    "final_softcap",
+)
+
+
+def check_size(name: str, value: int) -> None:
+    """Refuses a size that no model has.
+
+    Raises:
+        ModelError: Not from 1 to its most.
+    """
+    most = MOST.get(name, _MOST_SIZE)
+    if not 1 <= value <= most:
+        raise ModelError(f"{name} must be from 1 to {most}, got {value}.")
 
 
 def rope_frequencies(config: DecoderConfig, *, local: bool = False) -> np.ndarray:

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from gymllm.errors import MissingExtraError, ModelError
 from gymllm_agents.tokenizer import Tokenizer
-from gymllm_trainers.models.config import DecoderConfig, RopeScaling
+from gymllm_trainers.models.config import DecoderConfig, RopeScaling, check_size
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -134,7 +134,7 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
         ) from error
     try:
         reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
         raise ModelError(
             f"{path} can't be read as GGUF ({error}). It is damaged, only partly downloaded, or "
             "something else."
@@ -211,6 +211,7 @@ class GGUFFile:
         kind = self._get("tokenizer.ggml.model", str)
         tokens: list[str] = self._get("tokenizer.ggml.tokens", list)
         kinds: list[int] = self._get("tokenizer.ggml.token_type", list)
+        self._check_tokens(tokens, kinds, "token_type")
         match kind:
             case "gpt2":
                 backend = self._byte_level(tokens)
@@ -229,8 +230,8 @@ class GGUFFile:
         backend.add_tokens(added)
 
         def named(key: str) -> str | None:
-            field = self._reader.get_field(f"tokenizer.ggml.{key}_token_id")
-            return None if field is None else tokens[int(field.contents())]
+            index = self._index(key, tokens)
+            return None if index is None else tokens[index]
 
         eos = named("eos")
         if eos is None:
@@ -246,8 +247,30 @@ class GGUFFile:
             stop_tokens=() if turn_end is None else (turn_end,),
         )
 
+    def _check_tokens(self, tokens: list[str], values: list[int] | list[float], key: str) -> None:
+        """Refuses tokens that are no texts, or not as many as there are of what is said of each."""
+        if len(values) != len(tokens) or not all(isinstance(token, str) for token in tokens):
+            raise ModelError(
+                f"{self.where}: tokenizer.ggml.{key} has {len(values)} entries for {len(tokens)} tokens; "
+                "expected one for each, and tokens that are texts. The file is damaged."
+            )
+
+    def _index(self, key: str, tokens: list[str]) -> int | None:
+        """The number of the token that has a name in the file."""
+        name = f"tokenizer.ggml.{key}_token_id"
+        if self._reader.get_field(name) is None:
+            return None
+        index = self._get(name, int)
+        if not 0 <= index < len(tokens):
+            raise ModelError(
+                f"{self.where} sets {name}={index}, but has {len(tokens)} tokens. The file is damaged."
+            )
+        return index
+
     def _byte_level(self, tokens: list[str]) -> tokenizers.Tokenizer:
         merges: list[str] = self._get("tokenizer.ggml.merges", list)
+        if not all(isinstance(merge, str) for merge in merges):
+            raise ModelError(f"{self.where}: tokenizer.ggml.merges must be texts. It is damaged.")
         pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
         whole = self._get("tokenizer.ggml.pre", str) == "llama-bpe"
         try:
@@ -274,6 +297,7 @@ class GGUFFile:
                 "be kept when texts are put together. Use the model's hub folder instead."
             )
         scores: list[float] = self._get("tokenizer.ggml.scores", list)
+        self._check_tokens(tokens, scores, "scores")
         vocabulary = {token: index for index, token in enumerate(tokens)}
         merged = {
             token
@@ -287,12 +311,12 @@ class GGUFFile:
             for cut in range(1, len(token))
             if token[:cut] in merged and token[cut:] in merged
         ]
-        unknown = self._reader.get_field("tokenizer.ggml.unknown_token_id")
+        unknown = self._index("unknown", tokens)
         backend = tokenizers.Tokenizer(
             models.BPE(
                 vocabulary,
                 pairs,
-                unk_token=None if unknown is None else tokens[int(unknown.contents())],
+                unk_token=None if unknown is None else tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=True,
             )
@@ -352,6 +376,7 @@ class GGUFFile:
                 "model without it."
             )
         heads = self._get(f"{prefix}attention.head_count", int)
+        check_size(f"{self.where}: {prefix}attention.head_count", heads)
         hidden_size = self._get(f"{prefix}embedding_length", int)
         head_dim = self._get(f"{prefix}attention.key_length", int, default=hidden_size // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
@@ -405,6 +430,7 @@ class GGUFFile:
         every = self._get(
             f"{prefix}attention.sliding_window_pattern", int, default=2 if second else 6
         )
+        check_size(f"{self.where}: {prefix}attention.sliding_window_pattern", every)
         caps = [
             self._get(f"{prefix}{key}_logit_softcapping", float, default=default) or None
             for key, default in (
@@ -471,7 +497,12 @@ class GGUFFile:
             if default is None:
                 raise ModelError(f"{self.where} lacks the key {key!r}.")
             return default
-        value: object = field.contents()
+        try:
+            value: object = field.contents()
+        except ValueError as error:  # a text that is no UTF-8
+            raise ModelError(
+                f"{self.where}: {key} can't be read ({error}). It is damaged."
+            ) from error
         if not isinstance(value, kind):
             raise ModelError(f"{self.where}: {key} must be of type {kind.__name__}, got {value!r}.")
         return value

@@ -7,14 +7,21 @@ refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import NoReturn, TypeVar, get_args
+from typing import NoReturn, TypeGuard, TypeVar, get_args
 
 from jax import Array
 
 from gymllm.errors import ModelError
-from gymllm_trainers.models.config import Activation, DecoderConfig, RopeScaling, layer_shapes
+from gymllm_trainers.models.config import (
+    Activation,
+    DecoderConfig,
+    RopeScaling,
+    check_size,
+    layer_shapes,
+)
 from gymllm_trainers.models.decoder import LinearName
 
 Params = dict[str, Array | dict[str, Array]]
@@ -221,6 +228,7 @@ class _Reader:
                 self._refuse(key, self._settings[key], allowed[0])
         hidden_size, heads = self._int("hidden_size"), self._int("num_attention_heads")
         layers = self._int("num_hidden_layers")
+        check_size("num_hidden_layers", layers)  # before there is an entry for each
         llama, qwen2 = self._architecture == _LLAMA, self._architecture == _QWEN2
         bias = qwen2 or self._bool("attention_bias", False)
         theta, scaling, local_theta = self._rope()
@@ -292,7 +300,9 @@ class _Reader:
     def _sliding(self, layers: int) -> tuple[int | None, tuple[bool, ...]]:
         """The window and which layers slide, by the rules of each family's configuration."""
         kinds = self._settings.get("layer_types")
-        if kinds is not None and (not isinstance(kinds, list) or not {*kinds} <= {_SLIDING, _FULL}):
+        if kinds is not None and (
+            not isinstance(kinds, list) or not all(kind in (_SLIDING, _FULL) for kind in kinds)
+        ):
             self._refuse("layer_types", kinds, [_FULL])
         if kinds is not None and len(kinds) != layers:
             raise ModelError(
@@ -361,7 +371,7 @@ class _Reader:
 
     def _theta(self, rope: Mapping[str, object]) -> float:
         theta = rope.get("rope_theta")
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        if not _is_positive(theta):
             raise ModelError(f"{self._where}: rope_theta must be a positive number, got {theta!r}.")
         return float(theta)
 
@@ -380,7 +390,7 @@ class _Reader:
         numbers = {}
         for key in sorted(keys[kind]):
             value = rope.get(key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            if not _is_positive(value):
                 raise ModelError(
                     f"{self._where}: RoPE scaling of the type {kind!r} needs a positive {key}, got {value!r}."
                 )
@@ -410,21 +420,28 @@ class _Reader:
                 )
             return default
         # JSON has one kind of number, but True is an int to Python and not a size to us.
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if type(value) is not kind:
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits:
             raise ModelError(
                 f"{self._where}: {key} must be of type {kind.__name__}, got {value!r}."
             )
-        if kind is not bool and value <= 0:
-            raise ModelError(f"{self._where}: {key} must be positive, got {value!r}.")
-        return value  # type: ignore[return-value]  # `type(value) is kind` doesn't narrow a TypeVar
+        if kind is not bool and not _is_positive(value):
+            raise ModelError(f"{self._where}: {key} must be positive and finite, got {value!r}.")
+        return kind(value)  # type: ignore[arg-type]  # `type(value) is kind` doesn't narrow it
 
     def _refuse(self, key: str, value: object, expected: object) -> NoReturn:
         raise ModelError(
             f"{self._where} sets {key}={value!r}, which changes what the model computes and which our "
             f"decoder doesn't do (it has {key}={expected!r}). Choose a model without it."
         )
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    """Whether it is a number above 0 that a float can hold: JSON as Python reads it has NaN, Infinity and
+    integers of any length."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= sys.float_info.max
 
 
 def architecture_of(config: DecoderConfig) -> str:

@@ -8,6 +8,7 @@ two models.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -142,6 +143,13 @@ def read_params(
     target = jnp.dtype(dtype)
     if target.name not in _DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {target.name!r}.")
+    tensors = config.num_hidden_layers * max(config.num_experts, 1)
+    if tensors > len(source.shapes()):  # before there is a name for each
+        raise ModelError(
+            f"{source.where} holds {len(source.shapes())} tensors, too few for num_hidden_layers = "
+            f"{config.num_hidden_layers} with num_experts = {config.num_experts}. The download may be "
+            "incomplete, or config.json belongs to another model."
+        )
     slots = tensor_slots(config)
     _check_tensors(source, config, slots)
     shardings = None if mesh is None else param_shardings(config, mesh)
@@ -281,10 +289,11 @@ def _resolve(name: str) -> Path:
     """The folder or GGUF file that a user's word stands for."""
     if name == SMOLLM2:
         return gguf.smollm2_path()
-    path = Path(name).expanduser()
-    if path.is_dir():
+    # os.path's: pathlib's raise for a name too long, or a home that nobody has.
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix == ".gguf":
             return path
         raise ModelError(
@@ -332,7 +341,9 @@ def _read_json(path: Path) -> Mapping[str, object]:
         )
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise ModelError(f"{path} can't be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}). Download it again.") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(content).__name__}.")
@@ -375,7 +386,7 @@ def _open_safetensors(folder: Path) -> Iterator[_Safetensors]:
     index = folder / "model.safetensors.index.json"
     places = _read_index(index) if index.is_file() else {}
     shards = sorted(set(places.values())) or ["model.safetensors"]
-    absent = [shard for shard in shards if not (folder / shard).is_file()]
+    absent = [repr(shard) for shard in shards if not os.path.isfile(folder / shard)]
     if absent:
         raise ModelError(
             f"{folder} lacks weights: {', '.join(absent)} not found. Expected model.safetensors, "
@@ -387,10 +398,10 @@ def _open_safetensors(folder: Path) -> Iterator[_Safetensors]:
         for shard in shards:
             try:
                 files[shard] = stack.enter_context(safe_open(folder / shard, framework="np"))
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ModelError(
-                    f"{folder / shard} can't be read as safetensors ({error}). It is damaged or only "
-                    "partly downloaded: download it again."
+                    f"{folder / shard} can't be read as safetensors ({error}). It is damaged, only "
+                    "partly downloaded, or not yours to read: download it again."
                 ) from error
         held = {shard: set(file.keys()) for shard, file in files.items()}
         for name, shard in places.items():

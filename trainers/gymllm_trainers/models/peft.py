@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ from gymllm_trainers.models.save import whole_folder, write_json, write_safetens
 from gymllm_trainers.models.sharding import shard_decoder
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_MOST_RANK = 2**16  # no linear has more
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 
@@ -203,7 +206,7 @@ def load_adapters(folder: str | Path, decoder: Decoder) -> None:
                 place: (file.get_tensor(pair["A"]), file.get_tensor(pair["B"]))
                 for place, pair in pairs.items()
             }
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ModelError(
             f"{weights} can't be read as safetensors ({error}). It is damaged or only partly "
             "downloaded: download it again."
@@ -214,6 +217,11 @@ def load_adapters(folder: str | Path, decoder: Decoder) -> None:
         module = modules[linear][layer]
         rank, scales[linear, layer] = settings.rank_and_scale(module)
         inputs, outputs = linear_shapes(config)[linear]
+        if kinds := {str(part.dtype) for part in (down, up)} - set(_FLOATS):
+            raise ModelError(
+                f"{weights}: the adapter of {module} is stored as {', '.join(sorted(kinds))}; expected "
+                f"{', '.join(_FLOATS)}. Choose adapters that are not quantized."
+            )
         if down.shape != (rank, inputs) or up.shape != (outputs, rank):
             raise ModelError(
                 f"{weights}: the adapter of {module} has A {list(down.shape)} and B {list(up.shape)}, "
@@ -323,7 +331,9 @@ class _Settings:
             )
         try:
             settings: object = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except OSError as error:
+            raise ModelError(f"{path} can't be read ({error.strerror}).") from error
+        except (ValueError, RecursionError) as error:
             raise ModelError(f"{path} is not valid JSON ({error}). Download it again.") from error
         if not isinstance(settings, dict):
             raise ModelError(f"{path} must hold a JSON object, got {type(settings).__name__}.")
@@ -381,15 +391,16 @@ def _pattern(path: Path, key: str, settings: Mapping[str, object]) -> Mapping[st
 
 
 def _rank(path: Path, key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{path}: {key} must be a rank >= 1, got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_RANK:
+        raise ModelError(f"{path}: {key} must be a rank from 1 to {_MOST_RANK}, got {value!r}.")
     return value
 
 
 def _alpha(path: Path, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+    if not 0 < number <= sys.float_info.max:  # JSON's integers may be longer
         raise ModelError(f"{path}: {key} must be a number > 0, got {value!r}.")
-    return value
+    return number
 
 
 def _refuse(path: Path, key: str, value: object, expected: object) -> None:

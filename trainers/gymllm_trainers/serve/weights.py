@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
-from pathlib import Path
 from typing import final
 
 import anyio
@@ -59,7 +59,8 @@ class Weights:
         return self._service.version_name(version)
 
     def _publish(self, path: str, version: int) -> None:
-        if not Path(path).exists():  # `load_model` would take it for a hub name, and download
+        # `load_model` would take it for a hub name, and download. pathlib raises for a name too long.
+        if not os.path.exists(path):
             raise ModelError(f"there is no such file or folder as {path} on the server's disk.")
         model = load_model(path, dtype=self.dtype)
         differs = [
