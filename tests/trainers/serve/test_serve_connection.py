@@ -12,15 +12,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import httpx
 import pytest
 
-from gymllm.errors import ModelError, UnknownNameError
+from gymllm.errors import ConfigError, ModelError, UnknownNameError
 from gymllm_trainers import cli
-from gymllm_trainers.serve.server import load
+from gymllm_trainers.models import tiny_config
+from gymllm_trainers.serve.server import fitting, load
 from gymllm_trainers.serve.settings import ServeSettings, load_settings
 
 TINY_SMOLLM2 = Path(__file__).parents[1] / "fixtures" / "tiny_smollm2"
@@ -260,3 +262,15 @@ def test_a_name_that_is_nearly_right_is_answered_with_the_right_one() -> None:
     for name, right in (("tny", "tiny"), ("smolm2", "smollm2")):
         with pytest.raises(UnknownNameError, match=f"Did you mean {right}?"):
             load(ServeSettings(model=name))
+
+
+def test_a_context_beyond_the_models_is_lowered_aloud_or_refused() -> None:
+    model, said = tiny_config(300, max_position_embeddings=512), list[str]()
+    default = load_settings(["--model", "tiny"]).engine
+    assert fitting(default, model, say=said.append).context_length == 512
+    assert said == ["the context is 512 tokens, what the model was made for"]
+    fits = replace(default, context_length=500)
+    assert fitting(fits, model, say=said.append) == fits
+    with pytest.raises(ConfigError, match="is 1000, but the model was made for at most 512 tokens"):
+        fitting(replace(default, context_length=1000), model, say=said.append)
+    assert len(said) == 1

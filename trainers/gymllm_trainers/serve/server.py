@@ -106,8 +106,10 @@ def _model_of(name: str) -> str:
     return str(run.model)
 
 
-def fitting(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
-    """The engine's sizes, the default context no longer than what the model was made for.
+def fitting(
+    config: EngineConfig, model: DecoderConfig, *, say: Callable[[str], None]
+) -> EngineConfig:
+    """The engine's sizes, the default context no longer than what the model was made for; which is said.
 
     Raises:
         ConfigError: Another context is, and was asked for.
@@ -116,6 +118,7 @@ def fitting(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
     if config.context_length <= longest:
         return config
     if config.context_length == DEFAULT_CONTEXT:
+        say(f"the context is {longest} tokens, what the model was made for")
         return dataclasses.replace(config, context_length=longest)
     raise ConfigError(
         f"--engine.context-length is {config.context_length}, but the model was made for at most "
@@ -157,7 +160,8 @@ async def _run(
         with anyio.CancelScope() as scope, interrupt.cancels(scope):
             await anyio.sleep_forever()
 
-    settings = dataclasses.replace(settings, engine=fitting(settings.engine, decoder.config))
+    sizes = fitting(settings.engine, decoder.config, say=_say)
+    settings = dataclasses.replace(settings, engine=sizes)
     engine = open_engine(
         decoder,
         settings.engine,
