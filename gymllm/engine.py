@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Protocol
+from numbers import Integral, Real
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,7 @@ class SamplingParams:
     """Same seed, prompt and weights give the same tokens, whatever else the engine is doing."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}.")
         for name, fits, expected in (
@@ -93,6 +95,32 @@ class SamplingParams:
         if (self.regex is not None) + (self.json_schema is not None) + bool(self.choices) > 1:
             raise ConfigError("only one of regex, json_schema and choices may be given.")
 
+    def _check_types(self) -> None:
+        """Refuses what would only be found out in the midst of a step, among other requests' numbers."""
+        for names, fits, expected in (
+            (("max_new_tokens", "top_k", "top_logprobs", "seed"), _is_integer, "an integer"),
+            (
+                (
+                    "temperature",
+                    "top_p",
+                    "min_p",
+                    "repetition_penalty",
+                    "presence_penalty",
+                    "frequency_penalty",
+                ),
+                _is_number,
+                "a number",
+            ),
+            (("regex", "json_schema"), _is_text_or_none, "a text or None"),
+            (("stop", "choices"), _are_texts, "a tuple of texts"),
+            (("stop_token_ids",), _are_integers, "a tuple of integers"),
+            (("logit_bias",), _are_biases, "a mapping from integers to numbers"),
+        ):
+            for name in names:
+                value: object = getattr(self, name)
+                if not fits(value):
+                    raise ConfigError(f"{name} must be {expected}, got {repr(value)[:200]}.")
+
     def require_only(self, engine: str, honoured: Sequence[str]) -> None:
         """Refuses what an engine can't honour.
 
@@ -110,6 +138,44 @@ class SamplingParams:
                     f"{engine} can't honour {each.name} = {getattr(self, each.name)!r}; it takes "
                     f"{', '.join(honoured)}. Leave it out or choose another engine."
                 )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral)  # NumPy's too
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a real number, NaN and infinite ones included, that a float can hold."""
+    if not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, tuple | list) and all(
+        isinstance(each, str) for each in cast("Sequence[object]", value)
+    )
+
+
+def _are_integers(value: object) -> bool:
+    return isinstance(value, tuple | list) and all(
+        map(_is_integer, cast("Sequence[object]", value))
+    )
+
+
+def _are_biases(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_integer(token) and _is_number(bias)
+        for token, bias in cast("Mapping[object, object]", value).items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -544,6 +544,12 @@ def test_a_loop_that_is_gone_is_no_harm(engine: JaxEngine) -> None:
         ([1, VOCABULARY], EngineError, f"token id {VOCABULARY} is outside .* {VOCABULARY}"),
         ([1] * LENGTH, ContextLengthError, f"128 tokens leaves no room .* {LENGTH}"),
         ([1] * 1000, ContextLengthError, "1000 tokens"),
+        ([10**30], EngineError, "token id 10+ is outside"),
+        ([1.5], EngineError, r"must be integers, one after another, got \[1.5\]"),
+        (["1"], EngineError, "must be integers"),
+        (None, EngineError, "must be integers, .* got None"),
+        (np.array([[1, 2]]), EngineError, "must be integers, .* got array"),
+        (np.array([1.0, np.nan]), EngineError, "must be integers"),
     ],
 )
 async def test_bad_prompts_are_refused_and_harm_nobody(
@@ -716,6 +722,37 @@ async def test_what_cannot_be_honoured_is_refused(
     assert len((await engine.generate(ask([1], new=2))).token_ids) == 2
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e-300},
+        {"temperature": 1e300},
+        {"temperature": 1.0, "top_k": 2**70},
+        {"temperature": 1.0, "top_p": 1e-300},
+        {"temperature": 1.0, "min_p": 1e-300},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
+        {"logit_bias": {1: 1e300, 2: -1e300}},
+        {"temperature": 1.0, "logit_bias": dict.fromkeys(range(VOCABULARY), 3e38)},
+        {"temperature": 1.0, "seed": -(2**200)},
+    ],
+    ids=str,
+)
+async def test_extremes_are_clipped_and_harm_nobody(
+    engine: JaxEngine, extreme: dict[str, object]
+) -> None:
+    request = ask([1, 2, 3])
+    plain = replace(request, sampling=replace(request.sampling, temperature=0))
+    expected = await engine.generate(plain)
+    wild = replace(plain, sampling=replace(plain.sampling, **extreme))
+    answers = await asyncio.gather(engine.generate(wild), engine.generate(plain))
+    assert np.isfinite(answers[0].logprobs).all()
+    np.testing.assert_array_equal(answers[1].token_ids, expected.token_ids)
+    if "logit_bias" in extreme and "temperature" not in extreme:
+        assert set(answers[0].token_ids.tolist()) == {1}
+
+
 # ---------------------------------------------------------------------- a full cache
 
 
@@ -736,6 +773,34 @@ async def test_a_cache_that_is_too_small_pre_empts_and_nothing_changes(
 
 
 # ---------------------------------------------------------------------- weights, once more
+
+
+@pytest.mark.asyncio
+async def test_what_is_no_array_or_was_deleted_is_refused(
+    engine: JaxEngine, decoders: list[Decoder]
+) -> None:
+    request = ask(prompt(0, 20), temperature=0.0)
+    before = await engine.generate(request)
+    spent = jnp.copy(decoders[1].norm[...])
+    spent.delete()
+    for value, match in (
+        (np.asarray(decoders[1].norm[...]), "'norm' must be a jax.Array of floats, got ndarray"),
+        (decoders[1].norm[...].astype(jnp.int32), "a jax.Array of floats, got int32"),
+        (None, "a jax.Array of floats, got NoneType"),
+        (spent, "'norm' was deleted, or donated to a program"),
+    ):
+        state = nnx.to_flat_state(nnx.state(decoders[1]))
+        changed = [
+            (path, each.replace(value) if path == ("norm",) else each) for path, each in state
+        ]
+        with pytest.raises(ModelError, match=match):
+            engine.publish(nnx.from_flat_state(changed), 1)
+    for version in (-1, 2**31, 10**400, 1.5, True, None):
+        with pytest.raises(ConfigError, match="version must be an integer from 0 to 2147483647"):
+            engine.publish(nnx.state(decoders[1]), version)  # type: ignore[arg-type]
+    assert engine.version == 0
+    after = await engine.generate(request)
+    np.testing.assert_array_equal(before.token_ids, after.token_ids)
 
 
 @pytest.mark.asyncio

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import NamedTuple, cast, final
 
 import llguidance
 import numpy as np
@@ -23,7 +23,10 @@ from gymllm.errors import ConfigError, EngineError, ModelError
 from gymllm_agents.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARACTERS = 2**16
-"""Longest grammar: the time to read some grows with the square."""
+"""Longest grammar."""
+MAX_REGEX_CHARACTERS = 2**12
+"""Longest regular expression, or all of a schema's together: the time to read some grows with the square,
+and is half a second at this length."""
 _KEPT = 16  # grammars kept ready: those of a group's requests are the same
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"  # with no limit, a model can go on with blanks for ever
 _LIMITS = llguidance.LLParserLimits(
@@ -224,7 +227,7 @@ def _grammar(sampling: SamplingParams) -> _Grammar | None:
         ConfigError: It is too long or not text, or the schema is not JSON.
     """
     if sampling.regex is not None:
-        _check_text("regex", sampling.regex)
+        _check_text("regex", sampling.regex, MAX_REGEX_CHARACTERS)
         slashes = len(sampling.regex) - len(sampling.regex.rstrip("\\"))
         if slashes % 2:  # it would quote what llguidance puts around it
             raise ConfigError(f"regex can't be used: it ends within an escape, {sampling.regex!r}.")
@@ -237,12 +240,18 @@ def _grammar(sampling: SamplingParams) -> _Grammar | None:
             raise ConfigError(f"json_schema can't be used: it is not JSON ({error}).") from error
         if not isinstance(schema, dict):
             raise ConfigError(f"json_schema must be an object, got {sampling.json_schema!r}.")
-        return _Grammar(
-            "json_schema",
-            llguidance.LLMatcher.grammar_from_json_schema(
+        if (characters := _pattern_characters(schema)) > MAX_REGEX_CHARACTERS:
+            raise ConfigError(
+                f"json_schema must have patterns of at most {MAX_REGEX_CHARACTERS} characters together, got "
+                f"{characters}."
+            )
+        try:
+            text = llguidance.LLMatcher.grammar_from_json_schema(
                 sampling.json_schema, defaults={"whitespace_pattern": _BLANKS}
-            ),
-        )
+            )
+        except ValueError as error:  # deeper than it reads, or with Python's NaN
+            raise ConfigError(f"json_schema can't be used: {error}.") from error
+        return _Grammar("json_schema", text)
     if sampling.choices:
         _check_text("choices", "".join(sampling.choices))
         # One terminal: a rule for each choice would be much slower. JSON's escapes are those of the grammar.
@@ -253,11 +262,25 @@ def _grammar(sampling: SamplingParams) -> _Grammar | None:
     return None
 
 
-def _check_text(name: str, text: str) -> None:
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise ConfigError(
-            f"{name} must have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(text)}."
-        )
+def _pattern_characters(schema: object) -> int:
+    """Characters of the regular expressions in a schema."""
+    if isinstance(schema, list):
+        return sum(map(_pattern_characters, cast("list[object]", schema)))
+    if not isinstance(schema, dict):
+        return 0
+    characters = 0
+    for key, value in cast("dict[str, object]", schema).items():
+        if key == "pattern" and isinstance(value, str):
+            characters += len(value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            characters += sum(map(len, cast("dict[str, object]", value)))
+        characters += _pattern_characters(value)
+    return characters
+
+
+def _check_text(name: str, text: str, most: int = MAX_GRAMMAR_CHARACTERS) -> None:
+    if len(text) > most:
+        raise ConfigError(f"{name} must have at most {most} characters, got {len(text)}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

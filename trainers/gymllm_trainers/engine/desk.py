@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from operator import index
 
 from gymllm.engine import GenerateRequest, SamplingParams
 from gymllm.errors import ConfigError, ContextLengthError, EngineError
@@ -41,8 +42,14 @@ class Desk:
             ConfigError: Something in `request.sampling` can't be honoured.
             EngineError: The prompt is empty or has ids outside the vocabulary.
         """
-        prompt = [int(i) for i in request.prompt_ids]
         where = f" (request {request.request_id})" if request.request_id else ""
+        try:
+            prompt = [index(i) for i in request.prompt_ids]
+        except TypeError as error:
+            raise EngineError(
+                f"prompt_ids must be integers, one after another, got "
+                f"{repr(request.prompt_ids)[:200]}{where}."
+            ) from error
         self._check(prompt, where)
         sampling = request.sampling
         self._check_sampling(sampling, where)

@@ -256,14 +256,21 @@ class JaxEngine:
         Args:
             state: As `nnx.state` of the decoder that the engine was made with, or of its adapters alone
                 (`nnx.state(decoder, LoRAParam)`). Shared, not copied, where the dtypes agree.
-            version: Their policy version.
+            version: Their policy version, an integer from 0 to 2**31 - 1. If it is not above the present one,
+                nothing computed so far is reused.
 
         Raises:
+            ConfigError: Not such a version.
             ModelError: Names or shapes are others, or a number is NaN or infinite; the weights that there
                 were stay. Other dtypes are converted.
             ClosedError: The engine was closed before, or meanwhile.
         """
         self._refuse_if_down()
+        # Each token's is kept as int32.
+        if type(version) is not int or not 0 <= version < 2**31:
+            raise ConfigError(
+                f"version must be an integer from 0 to {2**31 - 1}, got {repr(version)[:100]}."
+            )
         with self._publishing:
             checked = self._publisher.check(state)
             with self._wake:
@@ -433,7 +440,8 @@ class JaxEngine:
         """Writes the temperatures and the uniform numbers that decide what is drawn."""
         count = len(tickets)
         temperature_F, uniform_F = np.asarray(inputs.temperature), np.asarray(inputs.uniform)
-        temperature_F[:count] = [ticket.sampling.temperature for ticket in tickets]
+        # Hotter than that all tokens are as likely in float32 already.
+        temperature_F[:count] = [min(ticket.sampling.temperature, 1e30) for ticket in tickets]
         uniform_F[:count] = uniform(
             np.array([ticket.sampling.seed & _SEEDS for ticket in tickets], np.uint64),
             np.array([_position(step, sample) for sample in samples]),

@@ -95,6 +95,17 @@ class Publisher:
                     f"published weights hold {name!r}, which the engine's model doesn't have: it was made "
                     "from another decoder."
                 )
+            array: object = variable.get_value() if isinstance(variable, nnx.Variable) else variable
+            if not isinstance(array, Array) or not jnp.issubdtype(array.dtype, jnp.floating):
+                kind = array.dtype if isinstance(array, Array) else type(array).__name__
+                raise ModelError(
+                    f"published weights: {name!r} must be a jax.Array of floats, got {kind}."
+                )
+            if array.is_deleted():
+                raise ModelError(
+                    f"published weights: {name!r} was deleted, or donated to a program. Publish what that "
+                    "program returned."
+                )
             if own[...].shape != variable[...].shape:
                 raise ModelError(
                     f"published weights: {name!r} has shape {list(variable[...].shape)}, the engine's model "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,9 @@ from gymllm_trainers.engine.constraints import Matcher
 from gymllm_trainers.engine.requests import Request
 from gymllm_trainers.engine.sampling import FullInputs, SeenTokens
 from gymllm_trainers.engine.stops import StopStrings
+
+_MOST_TOP_K = 2**31 - 1
+_MOST_NUMBER = 1e30  # float32 holds more, but not a logit times that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +113,10 @@ class Ticket:
 def fill_inputs(inputs: FullInputs, index: int, ticket: Ticket) -> None:
     """Writes what one request asks of the full sampler."""
     sampling = ticket.sampling
-    inputs.top_k[index] = sampling.top_k
+    inputs.top_k[index] = min(sampling.top_k, _MOST_TOP_K)
     inputs.top_p[index] = sampling.top_p
     inputs.min_p[index] = sampling.min_p
-    inputs.repetition_penalty[index] = sampling.repetition_penalty
+    inputs.repetition_penalty[index] = _in_range(sampling.repetition_penalty)
     inputs.presence_penalty[index] = sampling.presence_penalty
     inputs.frequency_penalty[index] = sampling.frequency_penalty
     if ticket.seen is not None:
@@ -120,9 +124,17 @@ def fill_inputs(inputs: FullInputs, index: int, ticket: Ticket) -> None:
     if sampling.logit_bias:
         count = len(sampling.logit_bias)
         inputs.bias_ids[index, :count] = list(sampling.logit_bias)
-        inputs.bias[index, :count] = list(sampling.logit_bias.values())
+        biases = [_in_range(bias) for bias in sampling.logit_bias.values()]
+        inputs.bias[index, :count] = biases
     if ticket.matcher is not None:
         ticket.matcher.mask(np.asarray(inputs.allowed)[index])
+
+
+def _in_range(value: float) -> float:
+    """The same where float32 holds it and what it is multiplied by; -inf stays."""
+    if value > 0:
+        return min(max(value, 1 / _MOST_NUMBER), _MOST_NUMBER)
+    return value if value == -math.inf else max(value, -_MOST_NUMBER)
 
 
 def likeliest(
