@@ -194,6 +194,10 @@ def whole(request: pytest.FixtureRequest) -> Moment:
     return moment
 
 
+def test_what_was_compiled_is_listed(whole: Moment) -> None:
+    assert "programs compiled: learner gradient, learner step" in whole.output.replace("\n", " ")
+
+
 # ---------------------------------------------------------------------- Ctrl-C
 
 

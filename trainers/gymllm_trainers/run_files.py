@@ -45,6 +45,8 @@ class RunFiles:
         self.folder, self._config, self._timeline = folder, config, timeline
         self.notes: list[str] = []
         """Lines for the closing report."""
+        self.programs: list[str] = []
+        """Names of what was compiled, or taken from the cache of what was."""
         self.shown = ""
         """Which episodes the page of transcripts holds, once it is written."""
         folder.new_trace()

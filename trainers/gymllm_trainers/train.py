@@ -7,7 +7,7 @@ engine has a thread of its own, gradients are computed in a worker thread, the d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
@@ -123,7 +123,7 @@ def _run_in(folder: RunFolder, config: TrainConfig, interrupt: Interrupt, starte
                 timeline=timeline,
                 elapsed_s=time.monotonic() - started,
                 headline=headline,
-                notes=files.notes,
+                notes=[*files.notes, *_compiled(files.programs)],
                 shown=files.shown,
                 to_resume=headline != "Finished",
             )
@@ -377,12 +377,14 @@ def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner,
         like = {"trainable": learner.state.trainable, "optimizer": learner.state.optimizer}
         arrays = session.checkpoints.restore(session.resume_step, like)
         learner.state = LearnerState(arrays["trainable"], arrays["optimizer"], session.resume_step)
+    session.files.programs += ["learner gradient", "learner step"]
     engine = open_engine(
         learner.serving(),
         config.engine,
         timeline=session.timeline,
         tokenizer=model.tokenizer,
         version=learner.version,
+        log=session.files.programs.append,
     )
     learner.compile()  # while the engine compiles in its own thread, and the first episodes play
     return learner, engine
@@ -403,7 +405,11 @@ def _other_engine(
     if key not in made and frozen:
         decoder = model.decoder(compute_dtype=jnp.dtype(config.model.compute_dtype))
         made[key] = open_engine(
-            decoder, config.engine, timeline=session.timeline, name="frozen_engine"
+            decoder,
+            config.engine,
+            timeline=session.timeline,
+            name="frozen_engine",
+            log=session.files.programs.append,
         )
     elif key not in made:
         made[key] = scripted_engine(
@@ -489,6 +495,10 @@ def _keep_failed(session: _Session, step: int, trajectory: Trajectory) -> None:
     """Failed episodes are never trained on, but whoever looks for the cause must find them."""
     if trajectory.ending is Ending.FAILED:
         session.files.trajectories(step, [trajectory])
+
+
+def _compiled(programs: Sequence[str]) -> list[str]:
+    return [f"{len(programs)} programs compiled: {', '.join(programs)}"] if programs else []
 
 
 def _export(session: _Session, learner: Learner, tokenizer: Tokenizer) -> None:
