@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -176,6 +177,35 @@ def test_builds_at_once_make_one_library(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "other"])
+def test_damaged_library_is_built_again(tmp_path: Path, damage: str) -> None:
+    flags = ("-DPORTABLE", "-O0")
+    library = kernels.build(flags=flags, folder=tmp_path)
+    whole = library.read_bytes()
+    middle = len(whole) // 2
+    library.write_bytes(
+        {
+            "cut": whole[:middle],  # loading it is a bus error
+            "empty": b"",
+            "flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+            "other": b"hello" * 100,
+        }[damage]
+    )
+    assert kernels.build(flags=flags, folder=tmp_path) == library
+    assert ctypes.CDLL(str(library)).gymllm_linear
+
+
+@needs_compiler
+def test_folder_in_the_librarys_place_is_said(tmp_path: Path) -> None:
+    flags = ("-DPORTABLE", "-O0")
+    library = kernels.build(flags=flags, folder=tmp_path)
+    library.unlink()
+    library.mkdir()
+    with pytest.raises(EngineError, match="can't be kept in"):
+        kernels.build(flags=flags, folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [library.name]
+
+
 def test_failed_build_says_what_the_compiler_said(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"could not be compiled: .*no-such-flag"):
         kernels.build(flags=("--no-such-flag",), folder=tmp_path)

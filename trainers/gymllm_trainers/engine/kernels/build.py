@@ -56,7 +56,7 @@ def build(*, flags: tuple[str, ...] = ("-march=native",), folder: Path | None = 
     parts += [path.read_text() for path in (*sources, _HERE / "common.h")]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     library = folder / f"kernels-{digest}.so"
-    if library.exists():
+    if _is_whole(library):
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,18 +67,39 @@ def build(*, flags: tuple[str, ...] = ("-march=native",), folder: Path | None = 
     try:
         headers = f"-isystem{jax.ffi.include_dir()}"
         _run(compiler, *_FLAGS, *flags, headers, *map(str, sources), "-o", name)
+        made = Path(name).read_bytes()
+        # What comes after an ELF or Mach-O file's own end is nothing to the loader.
+        Path(name).write_bytes(made + hashlib.sha256(made).digest())
         # Whoever comes last wins; all of them have made the same.
         Path(name).replace(library)
+    except OSError as error:
+        raise EngineError(f"The engine's kernels can't be kept in {folder}: {error}.") from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(name).unlink()
     return library
 
 
+def _is_whole(library: Path) -> bool:
+    """Whether it is there as it was made: a library cut off by a full disk or a crash would end the process
+    that loads it, with a bus error."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return content[-size:] == hashlib.sha256(content[:-size]).digest()
+
+
 def _run(*command: str) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EngineError(f"The C compiler could not be run: {error}.") from error

@@ -153,15 +153,17 @@ def open_library(library: Path) -> Kernels:
     with _lock:
         try:
             functions = ctypes.CDLL(str(library))
-        except OSError as error:
+            found = {name: getattr(functions, f"gymllm_{name}") for name in _TARGETS}
+            has_pairs = bool(functions.gymllm_has_pairs())
+        except (OSError, AttributeError) as error:  # AttributeError: another library
             raise EngineError(
                 f"The engine's kernels can't be loaded: {error}. Remove {library} to have them built again."
             ) from error
         prefix = f"gymllm_{library.stem.replace('-', '_')}"
-        for name in _TARGETS:
-            handler = jax.ffi.pycapsule(getattr(functions, f"gymllm_{name}"))
+        for name, function in found.items():
+            handler = jax.ffi.pycapsule(function)
             jax.ffi.register_ffi_target(f"{prefix}_{name}", handler, platform="cpu")
-        return Kernels(prefix, bool(functions.gymllm_has_pairs()))
+        return Kernels(prefix, has_pairs)
 
 
 @functools.cache
