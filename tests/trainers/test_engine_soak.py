@@ -70,8 +70,8 @@ class Answer:
     """What a client asked for and got."""
 
     request: GenerateRequest
-    weights: int
-    """Number of the weights that were in use when it asked."""
+    changes: int
+    """How many times other weights had been published when it asked."""
     generation: Generation
 
 
@@ -101,17 +101,18 @@ class Reference:
         return [row[: len(sequence)] for row, sequence in zip(logits_BTV, sequences, strict=False)]
 
     def check(
-        self, answers: Sequence[Answer], weights_of: dict[int, int], *, mixed: bool = False
+        self, answers: Sequence[Answer], changes_of: dict[int, int], *, mixed: bool = False
     ) -> None:
         """Checks answers.
 
         Args:
             answers: Some.
-            weights_of: The number of each version's weights.
+            changes_of: How many times the weights had changed with each version; each change brings the next
+                of the decoders'.
             mixed: Whether keys and values of other weights may have been kept: then only those tokens that
                 were made before the first change of weights are computed again.
         """
-        for number in set(weights_of.values()):
+        for number in range(len(self._decoders)):
             for start in range(0, len(answers), BATCH):
                 some = answers[start : start + BATCH]
                 sequences = [
@@ -119,12 +120,12 @@ class Reference:
                     for answer in some
                 ]
                 for answer, logits in zip(some, self._logits(sequences, number), strict=True):
-                    used = [weights_of[int(v)] for v in answer.generation.versions]
-                    own = [made == number for made in used]
-                    if mixed:
-                        before = [made == answer.weights for made in used]
-                        end = before.index(False) if False in before else len(before)
-                        own = [mine and at < end for at, mine in enumerate(own)]
+                    made = [changes_of[int(v)] for v in answer.generation.versions]
+                    own = [
+                        changes % len(self._decoders) == number
+                        and (not mixed or changes == answer.changes)
+                        for changes in made
+                    ]
                     self._check_tokens(answer, logits, own)
         for answer in answers:
             _check_form(answer)
@@ -331,7 +332,7 @@ class Clients:
         """
         self.engine, self.reference, self.states = engine, reference, states
         self.counts = Counter[str]()
-        self.weights_of = {0: 0}
+        self._changes, self._changes_of = 0, {0: 0}
         self.tenth: Callable[[], None] = lambda: None
         """Called after each tenth of the requests."""
         self._seed, self._requests = seed, requests
@@ -371,7 +372,7 @@ class Clients:
 
     def _check_answers(self) -> None:
         answers, self._answers = self._answers, []
-        self.reference.check(answers, self.weights_of, mixed=self._mixed)
+        self.reference.check(answers, self._changes_of, mixed=self._mixed)
 
     async def _ask(self, rng: Random) -> None:
         request = GenerateRequest(prompt_ids=self._prompt(rng), sampling=random_sampling(rng))
@@ -382,8 +383,8 @@ class Clients:
         self.counts[str(kind)] += 1
         match kind:
             case "one":
-                weights = self.weights_of[self._version]
-                self._keep(request, weights, await self.engine.generate(request))
+                changes = self._changes
+                self._keep(request, changes, await self.engine.generate(request))
             case "stream":
                 await self._stream(request, leave=0)
             case "left":
@@ -406,12 +407,12 @@ class Clients:
             return [*beginning, *some_ids(rng, int(rng.integers(0, 8)))]
         return some_ids(rng, int(rng.choice([1, 2, 7, 8, 9, 40, 94, 95])))
 
-    def _keep(self, request: GenerateRequest, weights: int, generation: Generation) -> None:
-        self._answers.append(Answer(request, weights, generation))
+    def _keep(self, request: GenerateRequest, changes: int, generation: Generation) -> None:
+        self._answers.append(Answer(request, changes, generation))
         self._talks.append([*request.prompt_ids, *generation.token_ids.tolist()])
 
     async def _stream(self, request: GenerateRequest, *, leave: int) -> None:
-        weights, deltas = self.weights_of[self._version], list[Delta]()
+        changes, deltas = self._changes, list[Delta]()
         async with aclosing(self.engine.stream(request)) as stream:
             async for delta in stream:
                 deltas.append(delta)
@@ -436,18 +437,18 @@ class Clients:
             reused_tokens=last.reused_tokens,
             queued_s=last.queued_s,
         )
-        self._keep(request, weights, generation)
+        self._keep(request, changes, generation)
 
     async def _several(self, request: GenerateRequest, count: int) -> None:
         request = replace(request, sampling=replace(request.sampling, seed=count))
-        weights = self.weights_of[self._version]
+        changes = self._changes
         for number, generation in enumerate(await self.engine.generate_n(request, count)):
             own = replace(request.sampling, seed=count + number)
-            self._keep(replace(request, sampling=own), weights, generation)
+            self._keep(replace(request, sampling=own), changes, generation)
 
     async def _cancel(self, request: GenerateRequest, patience: int) -> None:
         """Cancels once some other requests have ended, or in the moment in which it ends."""
-        weights = self.weights_of[self._version]
+        changes = self._changes
         task = asyncio.ensure_future(self.engine.generate(request))
         others = asyncio.ensure_future(self._others(self._ended + patience))
         await asyncio.wait({task, others}, return_when=asyncio.FIRST_COMPLETED)
@@ -456,7 +457,7 @@ class Clients:
         task.cancel()
         (result,) = await asyncio.gather(task, return_exceptions=True)
         if isinstance(result, Generation):
-            self._keep(request, weights, result)
+            self._keep(request, changes, result)
         else:
             assert isinstance(result, asyncio.CancelledError)
 
@@ -485,13 +486,12 @@ class Clients:
             case "publish":
                 # Where keys of other weights may be kept, most publications bring the same weights once
                 # more, and others come with a version that is too far away for reuse.
-                weights, step = self.weights_of[self._version], 1
+                self._version += 1
                 if not self._mixed or rng.random() < 0.15:
-                    weights = (weights + 1) % len(self.states)
-                    step += self.engine.config.reuse_lag
-                self._version += step
-                self.weights_of = {**self.weights_of, self._version: weights}
-                self.engine.publish(self.states[weights], self._version)
+                    self._version += self.engine.config.reuse_lag
+                    self._changes += 1
+                self._changes_of[self._version] = self._changes
+                self.engine.publish(self.states[self._changes % len(self.states)], self._version)
             case "pause":
                 self.engine.pause()
                 await until(lambda: self.engine._clock.state == "paused")
