@@ -6,6 +6,7 @@ bool, int, float, str, path, literal, enum, tuple, mapping, another dataclass, o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -266,7 +267,8 @@ def _coerce_scalar(value: object, annotation: object) -> object:
     if annotation is int and isinstance(value, int) and not isinstance(value, bool):
         return value
     if annotation is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # of an integer past 1e308, which is then no float
+            return float(value)
     if annotation is str and isinstance(value, str):
         return value
     if annotation is Path and isinstance(value, (str, Path)):

@@ -67,6 +67,13 @@ USER = [{"role": "user", "content": "hi"}]
             {"input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0},
             "at least 2",
         ),
+        (GENERATE, {"input_ids": [1], "sampling_params": {"temperature": 10**400}}, "temperature"),
+        (
+            GENERATE,
+            {"input_ids": [1], "sampling_params": {"logit_bias": {"1" * 5_000: 1}}},
+            "a key",
+        ),
+        (GENERATE, {"input_ids": [[1]] * 10_000}, "may be asked for at once, got 10000"),
         ("/abort_request", {}, "abort_all"),
         ("/pause_generation", {"mode": "retract"}, "use in_place"),
         ("/pause_generation", {"mode": "later"}, "must be one of abort"),
@@ -77,6 +84,29 @@ def test_a_mistake_is_named(server, path: str, body: dict, says: str) -> None:
     error = server.refused(path, body)
     assert says.lower() in error["message"].lower()
     assert error["type"] == "invalid_request_error"
+
+
+def test_half_a_surrogate_pair_is_no_harm(server) -> None:
+    """An answer or an error that repeats what it was given could not be sent otherwise."""
+    for path, content, status in (
+        (GENERATE, b'{"input_ids": [1], "\\ud800": 1}', 400),
+        (GENERATE, b'{"input_ids": [1], "\xed\xa0\x80": 1}', 400),
+        ("/update_weights_from_disk", b'{"model_path": "\\ud800"}', 400),
+        (
+            GENERATE,
+            b'{"input_ids": [1], "rid": "\\ud800", "sampling_params": {"max_new_tokens": 1}}',
+            200,
+        ),
+    ):
+        response = server.client.post(path, content=content)
+        assert response.status_code == status, response.text
+        assert "\ufffd" in response.text
+
+
+def test_a_path_that_cannot_be_is_refused(server) -> None:
+    response = server.post("/update_weights_from_disk", {"model_path": "x" * 5_000})
+    assert response.status_code == 400
+    assert "no such file or folder as xxx" in response.json()["message"]
 
 
 def test_what_is_no_json_is_refused(server) -> None:

@@ -26,6 +26,8 @@ def parse_object(data: bytes, where: str = "the body") -> dict[str, object]:
     """
     try:
         value: object = json.loads(data, parse_constant=_refuse_constant)
+        if b"\\u" in data or b"\xed" in data:
+            value = _without_halves(value)
     except (ValueError, RecursionError) as error:
         raise RefusedError(400, f"{where} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(value, dict):
@@ -92,6 +94,18 @@ def read_fields(
 def as_list(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """What a client may give as one or as a list."""
     return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _without_halves(value: object) -> object:
+    """The same, U+FFFD where half a surrogate pair stands: texts cut in the middle have them, and no answer
+    or error that repeats one could be sent."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return json.loads(whole)
+    return value
 
 
 @functools.cache

@@ -141,17 +141,24 @@ class Generate:
             given = cast("list[object]", body.input_ids)
             batched = isinstance(given, list) and bool(given) and isinstance(given[0], list)
             held = given if batched else [given]
+            self._check_batch(len(held))
             return [service.check_prompt(ids, "input_ids") for ids in held], batched
         batched = not isinstance(body.text, str)
         texts = cast("list[object]", body.text) if batched else [body.text]
         if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
             raise RefusedError(400, "text must be a text or a list of texts.", param="text")
-        most = service.running.most
-        if len(texts) > most:
-            raise RefusedError(400, f"at most {most} sequences may be asked for at once.")
+        self._check_batch(len(texts))
         return [
             service.check_prompt(await service.encode(cast("str", text)), "text") for text in texts
         ], batched
+
+    def _check_batch(self, count: int) -> None:
+        """Refuses what would be refused in the end, before it is worked on."""
+        most = self._service.running.most
+        if count > most:
+            raise RefusedError(
+                400, f"at most {most} sequences may be asked for at once, got {count}."
+            )
 
     def _sampling(self, wish: SamplingBody, body: GenerateBody) -> SamplingParams:
         check_count(wish.n)

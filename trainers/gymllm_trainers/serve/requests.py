@@ -169,7 +169,8 @@ def biases(given: Mapping[str, float], vocabulary: int) -> dict[int, float]:
     """
     read: dict[int, float] = {}
     for key, bias in given.items():
-        if not (key.isascii() and key.isdigit() and int(key) < vocabulary):
+        # Python reads no number of thousands of digits.
+        if not (key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocabulary):
             raise RefusedError(
                 400,
                 f"a key of logit_bias must be a token id below {vocabulary}, got {key[:40]!r}.",
