@@ -70,7 +70,8 @@ class SamplingParams:
     top_logprobs: int = 0
     """How many of the likeliest tokens come with each token, by the distribution at temperature 1."""
     seed: int = 0
-    """Same seed, prompt and weights give the same tokens, whatever else the engine is doing."""
+    """Same seed, prompt and weights give the same tokens, whatever else the engine is doing; an engine whose
+    sums depend on the batch can differ where two tokens are nearly tied, and says so."""
 
     def __post_init__(self) -> None:
         self._check_types()

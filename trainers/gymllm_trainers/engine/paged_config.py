@@ -1,1 +1,0 @@
-from gymllm_trainers.engine.config import EngineConfig as EngineConfig
