@@ -24,15 +24,18 @@ decoders = []
 for seed in range(2):
     graph, state = nnx.split(random_decoder(shape, seed=seed))
     decoders.append(nnx.merge(graph, jax.tree.map(lambda l: l * 4 if l.std() else l, state)))
-config = EngineConfig(slots=4, context_length=64, small_batch=4, prefill_tokens=(32,), page_size=8, reuse_lag=0)
+config = EngineConfig(slots=4, context_length=64, small_batch=4, prefill_tokens=(32,),
+    page_size=8, reuse_lag=0)
 draw = np.random.default_rng(0)
 prompts = [draw.integers(64, size=n).tolist() for n in (3, 20, 30, 9, 20, 7)]
 
 async def play(engine):
     engine.ready.wait()
     async def all_of(version):
-        requests = [GenerateRequest(prompt_ids=p, sampling=SamplingParams(max_new_tokens=8, seed=n, temperature=n % 2))
-            for n, p in enumerate(prompts)]
+        requests = []
+        for n, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_new_tokens=8, seed=n, temperature=n % 2)
+            requests.append(GenerateRequest(prompt_ids=prompt, sampling=sampling))
         answers = await asyncio.gather(*map(engine.generate, requests))
         assert all(set(a.versions.tolist()) == {version} for a in answers)
         return [a.token_ids.tolist() for a in answers]
