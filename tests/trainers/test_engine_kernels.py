@@ -226,15 +226,6 @@ def test_broken_library_is_said(tmp_path: Path) -> None:
         open_library(library)
 
 
-def test_large_pages_leave_an_array_as_it_is() -> None:
-    array = draw(0, 3 * 2**20)
-    before, address = np.array(array), array.unsafe_buffer_pointer()
-    kernels.use_large_pages(array)
-    assert array.unsafe_buffer_pointer() == address
-    np.testing.assert_array_equal(array, before)
-    assert not kernels.use_large_pages(draw(0, 8))
-
-
 @pytest.mark.slow
 @needs_compiler
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ from gymllm_trainers.plan import plan
 
 SMALL = """
 --model.name tiny --model.lora-rank 0 --model.dtype float32 --model.compute-dtype float32
---model.no-remat --warm-start.no-enabled --steps 2 --env.kwargs.tools bash --env.kwargs.max_turns 2
+--model.remat none --warm-start.no-enabled --steps 2 --env.kwargs.tools bash --env.kwargs.max_turns 2
 --agent.kind model --agent.max-new-tokens 4 --rollout.group-size 2 --rollout.concurrency 2
 --learner.groups-per-step 1 --learner.zero-variance keep --learner.row-tokens 2048
---engine.slots 2 --engine.context-length 2048 --engine.prefill-chunks 512
+--engine.slots 2 --engine.context-length 2048 --engine.prefill-tokens 512
 --metrics.wandb off --metrics.no-display
 """
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -7,7 +7,6 @@ These read weights in place, once, and give a row the same bits whatever else is
     build.py        compiles the C files at their first use, into the user's cache
     calls.py        `Kernels`: the same functions as XLA's, as calls that can be traced
     common.*        vectors, XLA's foreign function interface and its threads
-    large_pages.py  memory that is looked up fast
     linear.c        x @ kernel
     attention.c     attention over the paged cache, and writing to it
 """
@@ -16,6 +15,5 @@ from gymllm_trainers.engine.kernels.build import build as build
 from gymllm_trainers.engine.kernels.calls import Kernels as Kernels
 from gymllm_trainers.engine.kernels.calls import load as load
 from gymllm_trainers.engine.kernels.calls import unavailable as unavailable
-from gymllm_trainers.engine.kernels.large_pages import use_large_pages as use_large_pages
 
-__all__ = ["Kernels", "build", "load", "unavailable", "use_large_pages"]
+__all__ = ["Kernels", "build", "load", "unavailable"]
