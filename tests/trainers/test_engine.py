@@ -858,10 +858,10 @@ async def test_with_adapters_only_they_move(decoders: list[Decoder]) -> None:
         at_first = await engine.generate(ask(ids, temperature=0.0))
         assert_agrees(decoders[0], ids, at_first)
         moved = jax.tree.map(lambda leaf: leaf + 0.3, nnx.state(decoder, LoRAParam))
-        held = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine._state)]
+        held = [leaf.unsafe_buffer_pointer() for leaf in engine._leaves]
         engine.publish(moved, 1)
         answer = await engine.generate(ask(ids, temperature=0.0))
-        after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine._state)]
+        after = [leaf.unsafe_buffer_pointer() for leaf in engine._leaves]
         assert 0 < len(set(after) - set(held)) == len(jax.tree.leaves(moved)), "no copy of the base"
         nnx.update(decoder, moved)
         assert_agrees(merge_adapters(decoder), ids, answer)
@@ -879,7 +879,7 @@ async def test_published_weights_are_shared_not_copied(
     engine.publish(state, 1)
     await engine.generate(ask([1], new=2))
     given = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
-    assert given == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine._state)]
+    assert given == [leaf.unsafe_buffer_pointer() for leaf in engine._leaves]
 
 
 @pytest.mark.asyncio

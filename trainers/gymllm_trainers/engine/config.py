@@ -18,7 +18,8 @@ class EngineConfig:
     context_length: int = 384
     """Most tokens of prompt and generation together; what a request doesn't use costs nothing."""
     small_batch: int = 8
-    """Rows of the smaller of two batch shapes; the larger has a row for every slot."""
+    """Rows of the smallest batch shape; each following one has four times as many, up to a row for every
+    slot."""
     prefill_tokens: tuple[int, ...] = (64, 256)
     """Most prompt tokens that one step takes, of all requests together; each size is compiled once a batch
     shape, and a step takes the smallest that holds what there is."""
@@ -99,7 +100,10 @@ class EngineConfig:
     @property
     def row_shapes(self) -> tuple[int, ...]:
         """Decode rows of a step."""
-        return tuple(sorted({min(self.small_batch, self.slots), self.slots}))
+        rows = [min(self.small_batch, self.slots)]
+        while rows[-1] < self.slots:
+            rows.append(min(4 * rows[-1], self.slots))
+        return tuple(rows)
 
     @property
     def block_shapes(self) -> tuple[int, ...]:

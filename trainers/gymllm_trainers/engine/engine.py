@@ -130,8 +130,8 @@ class JaxEngine:
         )
         self._kernels = _kernels(config, mesh, log)
         self._programs = Programs(graph, state, config, kernels=self._kernels, mesh=mesh)
-        self._state, self._version = state, version
-        self._next: tuple[Tree, int] | None = None
+        self._leaves, self._version = jax.tree.leaves(state), version
+        self._next: tuple[list[Array], int] | None = None
         self._publishing = threading.Lock()
         """What is published from several threads is taken one after another."""
         self._log = log
@@ -275,7 +275,7 @@ class JaxEngine:
             checked = self._publisher.check(state)
             with self._wake:
                 self._refuse_if_down()
-                self._next = (checked, version)
+                self._next = (jax.tree.leaves(checked), version)
                 self._wake.notify()
 
     def pause(self) -> None:
@@ -378,7 +378,7 @@ class JaxEngine:
             following, self._next = self._next, None
             forget, self._forget = self._forget, False
         if following:
-            self._state, self._version = following
+            self._leaves, self._version = following
             self.counts.publications += 1
             recompute = self.config.on_publish == "recompute"
             self._scheduler.set_version(self._version, recompute=recompute)
@@ -399,7 +399,7 @@ class JaxEngine:
         packed, samples = pack_step(step, self._programs.layout(*shape), sources)
         previous = self._nothing if before is None else before.previous
         hidden, self._cache = self._programs.forward(
-            shape, self._state, self._cache, packed, previous
+            shape, self._leaves, self._cache, packed, previous
         )
         tickets = [self._tickets[_at(step, sample)] for sample in samples]
         now = time.perf_counter_ns()
@@ -424,13 +424,13 @@ class JaxEngine:
                         # Its grammar can't go on; the others of the step can.
                         ticket.error = f"{error}{ticket.name}"
             packed, previous, *both = programs.sample_full(
-                self._state, hidden, len(tickets), inputs
+                self._leaves, hidden, len(tickets), inputs
             )
             top = both[0], both[1]
         else:
             plain = plain_inputs(rows)
             self._draw(plain, step, samples, tickets)
-            packed, previous = programs.sample_plain(self._state, hidden, len(tickets), plain)
+            packed, previous = programs.sample_plain(self._leaves, hidden, len(tickets), plain)
         return _Flight(step, samples, tickets, packed, previous, top, self._version)
 
     @staticmethod

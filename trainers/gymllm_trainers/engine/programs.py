@@ -73,6 +73,8 @@ class Programs:
         """
         self._graph, self._config, self._kernels, self._mesh = graph, config, kernels, mesh
         self._state = jax.tree.map(_abstract, state)
+        # Programs take leaves: to flatten a state takes longer than a small model's step.
+        self._leaves, self._tree = jax.tree.flatten(self._state)
         self.decoder = nnx.merge(graph, self._state).config
         self._layouts = {shape: StepLayout.of(config, *shape) for shape in config.shapes}
         self._forwards: dict[tuple[int, int], Callable[..., tuple[Array, PagedCache]]] = {}
@@ -108,13 +110,13 @@ class Programs:
             )
             packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=whole)
             self._forwards[rows, blocks] = compile_ahead(
-                forward, self._state, cache, packed, previous
+                forward, self._leaves, cache, packed, previous
             )
         for rows in self._config.row_shapes:
             log(f"engine sample {rows}")
             self._samplers["plain", rows] = compile_ahead(
                 jax.jit(self._sample_plain, out_shardings=whole),
-                self._state,
+                self._leaves,
                 hidden,
                 np.int32(rows),
                 plain_inputs(rows),
@@ -122,7 +124,7 @@ class Programs:
             log(f"engine sample {rows} full")
             self._samplers["full", rows] = compile_ahead(
                 jax.jit(self._sample_full, out_shardings=whole),
-                self._state,
+                self._leaves,
                 hidden,
                 np.int32(rows),
                 self.full_inputs(rows),
@@ -150,28 +152,32 @@ class Programs:
     def forward(
         self,
         shape: tuple[int, int],
-        state: Tree,
+        leaves: list[Array],
         cache: PagedCache,
         packed: npt.NDArray[np.int32],
         previous: Array | npt.NDArray[np.int32],
     ) -> tuple[Array, PagedCache]:
-        """Computes a step; the cache is donated. Returns the picked hidden states, [S, D], and the cache."""
-        return self._forwards[shape](state, cache, packed, previous)
+        """Computes a step with `jax.tree.leaves` of the weights; the cache is donated.
+
+        Returns:
+            The picked hidden states, [S, D], and the cache.
+        """
+        return self._forwards[shape](leaves, cache, packed, previous)
 
     def sample_plain(
-        self, state: Tree, hidden: Array, count: int, inputs: PlainInputs
+        self, leaves: list[Array], hidden: Array, count: int, inputs: PlainInputs
     ) -> tuple[Array, Array]:
         """Samples the first `count` rows; see `unpack_sampled`. Also the tokens as the next step's
         `previous`, [S]."""
         sampler = self._samplers["plain", len(inputs.temperature)]
-        return sampler(state, hidden, np.int32(count), inputs)
+        return sampler(leaves, hidden, np.int32(count), inputs)
 
     def sample_full(
-        self, state: Tree, hidden: Array, count: int, inputs: FullInputs
+        self, leaves: list[Array], hidden: Array, count: int, inputs: FullInputs
     ) -> tuple[Array, Array, Array, Array]:
         """As `sample_plain`, and the likeliest ids and their log-probabilities, [rows, 20]."""
         sampler = self._samplers["full", len(inputs.temperature)]
-        return sampler(state, hidden, np.int32(count), inputs)
+        return sampler(leaves, hidden, np.int32(count), inputs)
 
     def copy(self, cache: PagedCache, copies: list[tuple[int, int]]) -> PagedCache:
         """Copies pages; the cache is donated."""
@@ -207,9 +213,9 @@ class Programs:
         look = kernels.paged_attention if kernels else paged_attention
 
         def forward(
-            state: Tree, cache: PagedCache, packed: Array, previous_S: Array
+            leaves: list[Array], cache: PagedCache, packed: Array, previous_S: Array
         ) -> tuple[Array, PagedCache]:
-            decoder = nnx.merge(self._graph, state)
+            decoder = self._decoder(leaves)
             config = decoder.config
             step = layout.unpack(packed)
             slot_T = layout.write_slots(step)
@@ -258,8 +264,11 @@ class Programs:
 
         return forward
 
-    def _logits(self, state: Tree, hidden_SD: Array, rows: int, count: Array) -> Array:
-        decoder, kernels = nnx.merge(self._graph, state), self._kernels
+    def _decoder(self, leaves: list[Array]) -> Decoder:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+
+    def _logits(self, leaves: list[Array], hidden_SD: Array, rows: int, count: Array) -> Array:
+        decoder, kernels = self._decoder(leaves), self._kernels
         hidden_FD = hidden_SD[:rows]
         if kernels is None:
             return decoder.logits(hidden_FD)
@@ -271,18 +280,18 @@ class Programs:
         return softcap(logits_FV, decoder.config.final_softcap)
 
     def _sample_plain(
-        self, state: Tree, hidden_SD: Array, count: Array, inputs: PlainInputs
+        self, leaves: list[Array], hidden_SD: Array, count: Array, inputs: PlainInputs
     ) -> tuple[Array, Array]:
         inputs = PlainInputs(*map(jnp.asarray, inputs))
-        logits_FV = self._logits(state, hidden_SD, len(inputs.temperature), count)
+        logits_FV = self._logits(leaves, hidden_SD, len(inputs.temperature), count)
         sampled = sample_plain(logits_FV, inputs)
         return _packed(sampled), self._previous(sampled.token)
 
     def _sample_full(
-        self, state: Tree, hidden_SD: Array, count: Array, inputs: FullInputs
+        self, leaves: list[Array], hidden_SD: Array, count: Array, inputs: FullInputs
     ) -> tuple[Array, Array, Array, Array]:
         inputs = FullInputs(*map(jnp.asarray, inputs))
-        logits_FV = self._logits(state, hidden_SD, len(inputs.temperature), count)
+        logits_FV = self._logits(leaves, hidden_SD, len(inputs.temperature), count)
         full = sample_full(logits_FV, inputs)
         token = full.sampled.token
         return _packed(full.sampled), self._previous(token), full.top_ids, full.top_logprobs
