@@ -13,15 +13,17 @@ _QUICK_ON_CPU = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization
 products, which are library calls."""
 
 
-def compile_ahead(program: Any, *arguments: Any) -> Any:
+def compile_ahead(program: Any, *arguments: Any, quick: bool = True) -> Any:
     """Compiles a jitted function for these arguments' shapes, and for no others.
 
     Args:
         program: What `jax.jit` returned.
         arguments: Arrays, or `jax.ShapeDtypeStruct` for them.
+        quick: Whether a CPU's compiler may save time; not for what runs thousands of times a minute and
+            is more than matrix products.
     """
     lowered = program.lower(*arguments)
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or not quick:
         return lowered.compile()
     try:
         return lowered.compile(compiler_options=_QUICK_ON_CPU)

@@ -109,8 +109,9 @@ class Programs:
                 out_shardings=None if whole is None else (whole, laid_out),
             )
             packed = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=whole)
+            # With kernels in C, what XLA makes of the rest is a third of a small model's step.
             self._forwards[rows, blocks] = compile_ahead(
-                forward, self._leaves, cache, packed, previous
+                forward, self._leaves, cache, packed, previous, quick=self._kernels is None
             )
         for rows in self._config.row_shapes:
             log(f"engine sample {rows}")

@@ -118,7 +118,8 @@ XLA_FFI_Error *fail(XLA_FFI_CallFrame *frame, const char *message) {
 }
 
 bool answer_metadata(XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Extension_Base *extension = frame->extension_start;
+  // Its type has another name in each release of JAX; what is in it has not changed.
+  __typeof__(frame->extension_start) extension = frame->extension_start;
   if (!extension || extension->type != XLA_FFI_Extension_Metadata) return false;
   XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
   metadata->api_version.major_version = XLA_FFI_API_MAJOR;
