@@ -44,9 +44,11 @@ def test_what_cannot_be_is_refused(changes: dict[str, object], message: str) -> 
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    SamplingParams(
+    given = SamplingParams(
         max_new_tokens=np.int64(3),  # type: ignore[arg-type]
         temperature=np.float32(0.5),  # type: ignore[arg-type]
         logit_bias={np.int32(1): np.float32(-np.inf)},  # type: ignore[dict-item]
         stop_token_ids=(np.int64(2),),  # type: ignore[arg-type]
     )
+    assert (given.max_new_tokens, given.temperature, given.stop_token_ids) == (3, 0.5, (2,))
+    assert given.logit_bias == {1: -np.inf}

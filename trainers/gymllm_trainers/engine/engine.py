@@ -515,7 +515,9 @@ def _kernels(config: EngineConfig, mesh: Mesh | None, log: Callable[[str], None]
             return kernels
         why = unavailable() or ""
     if config.kernels == "cpu":
-        raise ConfigError(f"engine.kernels is cpu, but {why}. Set it to auto or xla.")
+        raise ConfigError(
+            f"engine.kernels is cpu, which can't be had: {why.rstrip('.')}. Set auto or xla."
+        )
     if jax.default_backend() == "cpu":
         log(f"engine without CPU kernels: {why}")
     return None
