@@ -20,9 +20,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gymllm_trainers.compilation import compile_ahead
-from gymllm_trainers.engine.batch import StepLayout
+from gymllm_trainers.engine.batch import StepArrays, StepLayout
 from gymllm_trainers.engine.config import EngineConfig
-from gymllm_trainers.engine.kernels import Kernels
+from gymllm_trainers.engine.kernels import Kernels, TrunkInputs, TrunkShape
 from gymllm_trainers.engine.paged_attention import (
     PagedCache,
     copy_pages,
@@ -38,7 +38,7 @@ from gymllm_trainers.engine.sampling import (
     sample_full,
     sample_plain,
 )
-from gymllm_trainers.models.decoder import Decoder, softcap
+from gymllm_trainers.models.decoder import Decoder, rope, softcap
 
 Tree = Any
 """A pytree of arrays."""
@@ -75,7 +75,15 @@ class Programs:
         self._state = jax.tree.map(_abstract, state)
         # Programs take leaves: to flatten a state takes longer than a small model's step.
         self._leaves, self._tree = jax.tree.flatten(self._state)
-        self.decoder = nnx.merge(graph, self._state).config
+        decoder = nnx.merge(graph, self._state)
+        self.decoder = decoder.config
+        self._whole = kernels is not None and kernels.take_trunk(
+            self.decoder,
+            {leaf.dtype for leaf in self._leaves},
+            adapters=decoder.adapters is not None,
+            compute_dtype=decoder.compute_dtype,
+        )
+        """Whether all layers are one call."""
         self._layouts = {shape: StepLayout.of(config, *shape) for shape in config.shapes}
         self._forwards: dict[tuple[int, int], Callable[..., tuple[Array, PagedCache]]] = {}
         self._samplers: dict[tuple[str, int], Callable[..., Any]] = {}
@@ -209,6 +217,8 @@ class Programs:
         return NamedSharding(self._mesh, PartitionSpec(None, None, tensor))
 
     def _forward_of(self, layout: StepLayout) -> Callable[..., tuple[Array, PagedCache]]:
+        if self._whole:
+            return self._trunk_of(layout)
         kernels, rows = self._kernels, layout.rows
         write = kernels.write_pages if kernels else write_pages
         look = kernels.paged_attention if kernels else paged_attention
@@ -220,9 +230,7 @@ class Programs:
             config = decoder.config
             step = layout.unpack(packed)
             slot_T = layout.write_slots(step)
-            known_R = step.token_T[:rows]
-            token_R = jnp.where(step.source_R < 0, known_R, previous_S[step.source_R])
-            token_T = jnp.concatenate([token_R, step.token_T[rows:]])
+            token_T = _tokens(step, rows, previous_S)
 
             def attend(
                 layer: Array,
@@ -265,6 +273,48 @@ class Programs:
 
         return forward
 
+    def _trunk_of(self, layout: StepLayout) -> Callable[..., tuple[Array, PagedCache]]:
+        """The same with all layers in one call of the kernels."""
+        kernels, rows = self._kernels, layout.rows
+        assert kernels is not None
+
+        def forward(
+            leaves: list[Array], cache: PagedCache, packed: Array, previous_S: Array
+        ) -> tuple[Array, PagedCache]:
+            decoder = self._decoder(leaves)
+            config = decoder.config
+            step = layout.unpack(packed)
+            position_T = layout.positions(step)
+            local = config.rope_local_theta is not None
+            inputs = TrunkInputs(
+                x_TD=decoder.embed(_tokens(step, rows, previous_S)),
+                rope=rope(position_T, config, local=False),
+                local_rope=rope(position_T, config, local=True) if local else None,
+                cache=cache,
+                slot_T=layout.write_slots(step),
+                table_FM=step.table_FM,
+                start_F=step.start_F,
+                count_F=step.count_F,
+                active_E=step.active_E,
+                windows_L=None if config.windows is None else jnp.array(config.windows),
+                slides_L=jnp.array(config.sliding_layers, jnp.int32) if local else None,
+            )
+            shape = TrunkShape(
+                rows=rows,
+                block=layout.block,
+                heads=config.num_attention_heads,
+                gelu=config.hidden_act != "silu",
+                eps=config.rms_norm_eps,
+                offset=1.0 if config.norm_offset else 0.0,
+                scale=config.attention_scale,
+                softcap=config.attention_softcap,
+            )
+            weights = {**decoder.stacked(), "norm": decoder.norm[...]}
+            hidden_TD, cache = kernels.trunk(inputs, weights, shape)
+            return hidden_TD[step.pick_S], cache
+
+        return forward
+
     def _decoder(self, leaves: list[Array]) -> Decoder:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
 
@@ -284,6 +334,17 @@ class Programs:
         self, leaves: list[Array], hidden_SD: Array, count: Array, inputs: PlainInputs
     ) -> tuple[Array, Array]:
         inputs = PlainInputs(*map(jnp.asarray, inputs))
+        if self._kernels is not None:
+            decoder = self._decoder(leaves)
+            tied = decoder.config.tie_word_embeddings
+            return self._kernels.sample(
+                hidden_SD,
+                (decoder.embedding if tied else decoder.head)[...],
+                count,
+                *inputs,
+                tied=tied,
+                softcap=decoder.config.final_softcap,
+            )
         logits_FV = self._logits(leaves, hidden_SD, len(inputs.temperature), count)
         sampled = sample_plain(logits_FV, inputs)
         return _packed(sampled), self._previous(sampled.token)
@@ -299,6 +360,13 @@ class Programs:
 
     def _previous(self, token_F: Array) -> Array:
         return jnp.zeros((self._config.slots,), jnp.int32).at[: token_F.shape[0]].set(token_F)
+
+
+def _tokens(step: StepArrays, rows: int, previous_S: Array) -> Array:
+    """Each token's id, [T]: those that the step before sampled are still on the device."""
+    known_R = step.token_T[:rows]
+    token_R = jnp.where(step.source_R < 0, known_R, previous_S[step.source_R])
+    return jnp.concatenate([token_R, step.token_T[rows:]])
 
 
 class HostSampled(NamedTuple):

@@ -23,7 +23,14 @@ from gymllm_trainers.models.attention import packed_attention
 from gymllm_trainers.models.config import DecoderConfig, layer_shapes, rope_frequencies
 from gymllm_trainers.models.experts import mix_experts
 from gymllm_trainers.models.product import product
-from gymllm_trainers.models.sharding import constrain_embedded, constrain_rows
+from gymllm_trainers.models.sharding import (
+    constrain_embedded,
+    constrain_ids,
+    constrain_rows,
+    context_pieces,
+    fold_context,
+    unfold_context,
+)
 
 LinearName = Literal["query", "key", "value", "output", "gate", "up", "down"]
 LINEARS: tuple[LinearName, ...] = get_args(LinearName)
@@ -224,11 +231,11 @@ class Decoder(nnx.Module):
             Hidden states after the final norm [..., T, D] in `compute_dtype`, and the last layer's carry.
         """
         config = self.config
-        whole = _rope(positions, config, local=False)
+        whole = rope(positions, config, local=False)
         local = whole
         if config.rope_local_theta is not None:
-            local = _rope(positions, config, local=True)
-        stacked = self._stacked()
+            local = rope(positions, config, local=True)
+        stacked = self.stacked()
         kernels = {name: stacked.pop(name) for name in self._kernels() if linear}
         count = config.num_hidden_layers
         windows = None if config.windows is None else jnp.array(config.windows, jnp.int32)
@@ -251,22 +258,30 @@ class Decoder(nnx.Module):
 
         body = _recomputed(layer, self.remat)
         inputs = (jnp.arange(count, dtype=jnp.int32), windows, slides, stacked)
-        (x, carry), _ = jax.lax.scan(body, (self._embed(ids), carry), inputs)
+        (x, carry), _ = jax.lax.scan(body, (self.embed(ids), carry), inputs)
         return self._norm(x, self.norm[...], in_order=linear is not None), carry
 
-    def hidden(self, ids_BT: Array, positions_BT: Array, segments_BT: Array) -> Array:
-        """Final hidden states of packed rows.
+    def hidden(
+        self, ids_BT: Array, positions_BT: Array, ends_BT: Array, *, branched: bool = True
+    ) -> Array:
+        """Final hidden states of packed rows of trees.
 
         Args:
             ids_BT: Token ids, int32.
-            positions_BT: Position of each token in its own sequence, int32, from 0.
-            segments_BT: Which sequence of its row a token belongs to, int32; 0 is padding. A token
-                attends to the tokens of its own sequence that come before it.
+            positions_BT: Depth of each token in its tree, int32, from 0: its position in its sequence.
+            ends_BT: Index in the row after each token's last descendant, int32; 0 is padding. A token attends
+                to its ancestors and itself. For one sequence a row it is the sequence's length, and
+                `attention.ends_of_segments` makes it for several.
+            branched: Whether a row may hold trees with branches; see `attention.packed_attention`.
 
         Returns:
             [B, T, D] in `compute_dtype`, after the final norm.
         """
         config = self.config
+        pieces = context_pieces(ids_BT.shape)
+        ids_BT, positions_BT, ends_BT = (
+            fold_context(x, pieces) for x in (ids_BT, positions_BT, ends_BT)
+        )
 
         def attend(
             layer: Array, window: Array | None, query: Array, key: Array, value: Array, carry: None
@@ -275,15 +290,18 @@ class Decoder(nnx.Module):
                 query,
                 key,
                 value,
-                segments_BT,
+                ends_BT,
+                positions_BT=positions_BT,
                 scale=config.attention_scale,
                 window=window,
                 softcap=config.attention_softcap,
                 local_window=config.sliding_window,
+                branched=branched,
+                pieces=pieces,
             )
             return mixed, carry
 
-        return self.trunk(ids_BT, positions_BT, attend, None)[0]
+        return unfold_context(self.trunk(ids_BT, positions_BT, attend, None)[0], pieces)
 
     def logits(self, hidden: Array) -> Array:
         """float32 logits [..., V] of final hidden states [..., D], after the final soft cap."""
@@ -297,8 +315,9 @@ class Decoder(nnx.Module):
         kernel = self.embedding[...].T if tied else self.head[...]
         return kernel.astype(self.compute_dtype)
 
-    def _embed(self, ids: Array) -> Array:
-        x = self.embedding[...].at[ids].get(mode="clip").astype(self.compute_dtype)
+    def embed(self, ids: Array) -> Array:
+        looked_up = self.embedding[...].at[constrain_ids(ids)].get(mode="clip")
+        x = looked_up.astype(self.compute_dtype)
         if self.config.scale_embeddings:
             x *= jnp.array(self.config.hidden_size**0.5, x.dtype)
         return constrain_embedded(x)
@@ -315,7 +334,7 @@ class Decoder(nnx.Module):
             names += [f"{name}_{part}" for name in self.adapters.linears for part in "ab"]
         return names
 
-    def _stacked(self) -> dict[str, Array]:
+    def stacked(self) -> dict[str, Array]:
         """Parameters that the layers are scanned over."""
         stacked = {
             name: param[...] for name, param in nnx.to_pure_dict(nnx.state(self.layers)).items()
@@ -455,7 +474,7 @@ def _recomputed(
             )
 
 
-def _rope(positions: Array, config: DecoderConfig, *, local: bool) -> tuple[Array, Array]:
+def rope(positions: Array, config: DecoderConfig, *, local: bool) -> tuple[Array, Array]:
     """Cosines and sines [..., 1, H/2], float32."""
     frequencies = jnp.array(rope_frequencies(config, local=local), jnp.float32)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies

@@ -7,13 +7,18 @@ These read weights in place, once, and give a row the same bits whatever else is
     build.py        compiles the C files at their first use, into the user's cache
     calls.py        `Kernels`: the same functions as XLA's, as calls that can be traced
     common.*        vectors, XLA's foreign function interface and its threads
-    linear.c        x @ kernel
-    attention.c     attention over the paged cache, and writing to it
+    functions.h     functions of vectors
+    linear.*        x @ kernel
+    attention.*     attention over the paged cache, and writing to it
+    trunk.c         every layer of a dense decoder, in one call
+    sample.c        tokens from hidden states
 """
 
 from gymllm_trainers.engine.kernels.build import build as build
 from gymllm_trainers.engine.kernels.calls import Kernels as Kernels
+from gymllm_trainers.engine.kernels.calls import TrunkInputs as TrunkInputs
+from gymllm_trainers.engine.kernels.calls import TrunkShape as TrunkShape
 from gymllm_trainers.engine.kernels.calls import load as load
 from gymllm_trainers.engine.kernels.calls import unavailable as unavailable
 
-__all__ = ["Kernels", "build", "load", "unavailable"]
+__all__ = ["Kernels", "TrunkInputs", "TrunkShape", "build", "load", "unavailable"]

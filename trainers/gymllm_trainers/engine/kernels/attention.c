@@ -4,54 +4,16 @@
 // online over the same blocks whatever stands beside it: one query or a whole prompt, whatever the other
 // rows are. Key-value heads are independent; the queries of all heads that share one go by together.
 
-#include "common.h"
-
-#include <float.h>
+#include "attention.h"
+#include "functions.h"
 
 #define BLOCK 64
 #define GROUPS (BLOCK / LANES)
 // Queries (of all heads that share a key-value head) that go by together.
 #define MOST_QUERIES 64
 #define HIDDEN -1e30f
-
-typedef struct {
-  const void *query;       // [B, C, N, H]
-  const char *key, *value; // the layer's [P, K, S, H]
-  void *out;               // [B, C, N, H]
-  const int32_t *table, *start, *count;
-  long rows, queries, heads, size, padded;  // H, and H in whole vectors
-  long groups, pages, page_size, table_pages;
-  long shared;  // N / K
-  long parts;   // a row's queries are cut into
-  long part_queries;
-  bool half_query, half_cache;
-  float scale, softcap;
-  int64_t window;  // 0: none
-} Attention;
-
-// e^x for x <= 0, to 2 units in the last place: 2^n times a polynomial (Cephes' expf).
-INLINE Floats exponential(Floats x) {
-  x = larger(x, splat(-87.0f));
-  const Floats rounder = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats shifted = x * splat(1.44269504f) + rounder;
-  const Floats whole = shifted - rounder;
-  const Floats rest = (x - whole * splat(0.693359375f)) - whole * splat(-2.12194440e-4f);
-  Floats sum = splat(1.9875691500e-4f);
-  sum = sum * rest + splat(1.3981999507e-3f);
-  sum = sum * rest + splat(8.3334519073e-3f);
-  sum = sum * rest + splat(4.1665795894e-2f);
-  sum = sum * rest + splat(1.6666665459e-1f);
-  sum = sum * rest + splat(5.0000001201e-1f);
-  sum = sum * (rest * rest) + (rest + splat(1.0f));
-  const Ints power = ((Ints)shifted - (Ints)rounder + 127) << 23;
-  return sum * (Floats)power;
-}
-
-INLINE Floats hyperbolic_tangent(Floats x) {
-  const Ints sign = (Ints)x & INT32_MIN;
-  const Floats small = exponential((Floats)((Ints)(x + x) | INT32_MIN));
-  return (Floats)((Ints)((splat(1.0f) - small) / (splat(1.0f) + small)) | sign);
-}
+// Up to so many read values as they are in the cache.
+#define FEW_QUERIES 4
 
 // sums[at][0] + sums[at][1] + ... in lane `at`.
 INLINE Floats add_across(const Floats sums[LANES]) {
@@ -91,12 +53,6 @@ INLINE float largest(Floats numbers) {
 #endif
 }
 
-INLINE float add_lanes(Floats numbers) {
-  float sum = 0;
-  for (int lane = 0; lane < LANES; lane++) sum += numbers[lane];
-  return sum;
-}
-
 INLINE void read_row(const void *from, bool half, long size, long padded, float *to) {
   long at = 0;
   if (half)
@@ -118,34 +74,33 @@ INLINE void prefetch_row(const Next *next, int row) {
   for (long byte = 0; byte < next->bytes; byte += 64) __builtin_prefetch(next->rows[row] + byte, 0, 2);
 }
 
-// Scores of one query with the keys of a block. Fetches the next one's keys `from`, `from + step`, ... meanwhile:
-// a few at a time, for a processor waits when it has too many on the way.
-INLINE void score_keys(const float *query, const float *const *keys, const long vectors, Floats *scores,
-                       const Next *next, int from, int step) {
-  for (int group = 0; group < GROUPS; group++) {
-    if (next)
-      for (int at = from; at < LANES; at += step) prefetch_row(next, group * LANES + at);
-    Floats sums[LANES];
-    UNROLL for (int at = 0; at < LANES; at++) sums[at] = splat(0);
-    for (long vector = 0; vector < vectors; vector++) {
-      const Floats part = load(query + vector * LANES);
-      UNROLL for (int at = 0; at < LANES; at++)
-        sums[at] += part * load(keys[group * LANES + at] + vector * LANES);
-    }
-    scores[group] = add_across(sums);
+// Scores of one query with LANES keys. Fetches rows `from`, `from + step`, ... of the next
+// block's meanwhile: a few at a time, for a processor waits when it has too many on the way.
+INLINE Floats score_keys(const float *query, const float *const *keys, const long vectors, const Next *next,
+                         int stretch, int from, int step) {
+  if (next)
+    for (int at = from; at < LANES; at += step) prefetch_row(next, stretch * LANES + at);
+  Floats sums[LANES];
+  UNROLL for (int at = 0; at < LANES; at++) sums[at] = splat(0);
+  for (long vector = 0; vector < vectors; vector++) {
+    const Floats part = load(query + vector * LANES);
+    UNROLL for (int at = 0; at < LANES; at++) sums[at] += part * load(keys[at] + vector * LANES);
   }
+  return add_across(sums);
 }
 
-// Adds shares[q][j] * values[j] to mixed[q], for a few queries and one stretch of a head.
-INLINE void mix_values(const int queries, const int vectors, float *const *mixed, const float *const *shares,
-                       const float *const *values, int first, int last, const Next *next) {
+// Adds shares[q][j] * values[j] to mixed[q], for a few queries and one stretch of a head. `half`: values as they are in
+// a cache of bfloat16.
+INLINE void mix_values(const int queries, const int vectors, const bool half, float *const *mixed,
+                       const float *const *shares, const char *const *values, int first, int last, const Next *next) {
   Floats sums[4][4];
   UNROLL for (int query = 0; query < queries; query++)
     UNROLL for (int vector = 0; vector < vectors; vector++) sums[query][vector] = load(mixed[query] + vector * LANES);
   for (int at = first; at < last; at++) {
     if (next) prefetch_row(next, at);
     UNROLL for (int vector = 0; vector < vectors; vector++) {
-      const Floats value = load(values[at] + vector * LANES);
+      const Floats value = half ? load_bfloat16((const uint16_t *)values[at] + vector * LANES)
+                                : load((const float *)values[at] + vector * LANES);
       UNROLL for (int query = 0; query < queries; query++) sums[query][vector] += value * splat(shares[query][at]);
     }
   }
@@ -153,12 +108,13 @@ INLINE void mix_values(const int queries, const int vectors, float *const *mixed
     UNROLL for (int vector = 0; vector < vectors; vector++) store(mixed[query] + vector * LANES, sums[query][vector]);
 }
 
-static void mix_block(const Attention *all, int queries, float *mixed, const float *shares, const float *const *values,
-                      int first, int last, const Next *next) {
-  const float *moved[BLOCK];
+INLINE void mix_block(const Attention *all, const bool half, int queries, float *mixed, const float *shares,
+                      const char *const *values, int first, int last, const Next *next) {
+  const long bytes = half ? 2 : 4;
+  const char *moved[BLOCK];
   for (long from = 0; from < all->padded; from += 4 * LANES) {
     const int vectors = all->padded - from >= 4 * LANES ? 4 : (int)((all->padded - from) / LANES);
-    for (int at = first; at < last; at++) moved[at] = values[at] + from;
+    for (int at = first; at < last; at++) moved[at] = values[at] + from * bytes;
     for (int query = 0; query < queries;) {
       float *to[4];
       const float *share[4];
@@ -169,21 +125,31 @@ static void mix_block(const Attention *all, int queries, float *mixed, const flo
         share[at] = shares + (query + at) * BLOCK;
       }
       if (vectors == 4) {
-        if (count == 4) mix_values(4, 4, to, share, moved, first, last, once);
-        else if (count == 3) mix_values(3, 4, to, share, moved, first, last, once);
-        else if (count == 2) mix_values(2, 4, to, share, moved, first, last, once);
-        else mix_values(1, 4, to, share, moved, first, last, once);
+        if (count == 4) mix_values(4, 4, half, to, share, moved, first, last, once);
+        else if (count == 3) mix_values(3, 4, half, to, share, moved, first, last, once);
+        else if (count == 2) mix_values(2, 4, half, to, share, moved, first, last, once);
+        else mix_values(1, 4, half, to, share, moved, first, last, once);
       } else {
         for (int vector = 0; vector < vectors; vector++) {
           float *one[1] = {to[0] + vector * LANES};
-          const float *part[BLOCK];
-          for (int at = first; at < last; at++) part[at] = moved[at] + vector * LANES;
-          mix_values(1, 1, one, share, part, first, last, vector ? NULL : once);
+          const char *part[BLOCK];
+          for (int at = first; at < last; at++) part[at] = moved[at] + vector * LANES * bytes;
+          mix_values(1, 1, half, one, share, part, first, last, vector ? NULL : once);
         }
       }
       query += count;
     }
   }
+}
+
+static void mix_float32(const Attention *all, int queries, float *mixed, const float *shares,
+                        const char *const *values, int first, int last, const Next *next) {
+  mix_block(all, false, queries, mixed, shares, values, first, last, next);
+}
+
+static void mix_bfloat16(const Attention *all, int queries, float *mixed, const float *shares,
+                         const char *const *values, int first, int last, const Next *next) {
+  mix_block(all, true, queries, mixed, shares, values, first, last, next);
 }
 
 typedef struct {
@@ -220,8 +186,7 @@ INLINE int within(int64_t position, int64_t block) {
   return position < block ? 0 : position < block + BLOCK ? (int)(position - block) : BLOCK;
 }
 
-// One row, one key-value head, some of its queries.
-static void attend_unit(const void *data, int unit) {
+void attend_unit(const void *data, int unit) {
   const Attention *all = data;
   const long part = unit % all->parts, group = unit / all->parts % all->groups, row = unit / all->parts / all->groups;
   const long from = part * all->part_queries, padded = all->padded, size = all->size, shared = all->shared;
@@ -235,11 +200,11 @@ static void attend_unit(const void *data, int unit) {
   if (count <= from) return;
   const int queries = (int)((count - from) * shared);
   const int64_t start = all->start[row];
-  float *memory = scratch((2 * queries * padded + queries * BLOCK + (2 * BLOCK + 1) * padded + LANES * queries) * 4);
+  float *memory = scratch(UNIT_SCRATCH, (2 * queries * padded + queries * BLOCK + (BLOCK + LANES + 1) * padded + LANES * queries) * 4);
   if (!memory) return;
   float *query = memory, *mixed = query + queries * padded, *shares = mixed + queries * padded;
   float *totals = shares + queries * BLOCK, *zeros = totals + LANES * queries;
-  float *key_copies = zeros + padded, *value_copies = key_copies + BLOCK * padded;
+  float *key_copies = zeros + padded, *value_copies = key_copies + LANES * padded;
   float most[queries];
   memset(zeros, 0, padded * 4);
   memset(mixed, 0, queries * padded * 4);
@@ -251,7 +216,8 @@ static void attend_unit(const void *data, int unit) {
     most[at] = HIDDEN;
   }
   const int64_t final = start + count, seen_first = first_seen(all, row, from);
-  const bool copied = all->half_cache || size != padded;
+  // Converted once for all queries; few enough multiply what they read as it is.
+  const bool copied_values = size != padded || (all->half_cache && queries > FEW_QUERIES);
   Rows here, later;
   int64_t block = seen_first / BLOCK * BLOCK;
   find_rows(all, row, group, block, within(seen_first, block), within(final, block), zeros, &later);
@@ -272,23 +238,41 @@ static void attend_unit(const void *data, int unit) {
                 within((int64_t)all->start[row + 1] + all->count[row + 1], start_block), zeros, &later);
     }
     const Next next_keys = {later.keys, size * cache_bytes}, next_values = {later.values, size * cache_bytes};
-    const float *keys[BLOCK], *values[BLOCK];
+    const char *values[BLOCK];
     for (int at = 0; at < BLOCK; at++) {
-      keys[at] = (const float *)here.keys[at];
-      values[at] = (const float *)here.values[at];
-      if (copied && keys[at] != zeros) {
-        read_row(here.keys[at], all->half_cache, size, padded, key_copies + at * padded);
+      values[at] = here.values[at];
+      if (copied_values && (const float *)values[at] != zeros) {
         read_row(here.values[at], all->half_cache, size, padded, value_copies + at * padded);
-        keys[at] = key_copies + at * padded;
-        values[at] = value_copies + at * padded;
+        values[at] = (const char *)(value_copies + at * padded);
       }
     }
     const int turns = queries < 4 ? queries : 4;
+    for (int stretch = 0; stretch < GROUPS; stretch++) {
+      const float *keys[LANES];
+      // Of which no query sees a key: its scores are hidden below, whatever they are.
+      if (stretch * LANES >= last || (stretch + 1) * LANES <= first) {
+        for (int at = 0; at < LANES; at++) prefetch_row(&next_keys, stretch * LANES + at);
+        for (int at = 0; at < queries; at++) store(shares + at * BLOCK + stretch * LANES, splat(0));
+        continue;
+      }
+      for (int at = 0; at < LANES; at++) {
+        keys[at] = (const float *)here.keys[stretch * LANES + at];
+        if ((all->half_cache || size != padded) && keys[at] != zeros) {
+          read_row(keys[at], all->half_cache, size, padded, key_copies + at * padded);
+          keys[at] = key_copies + at * padded;
+        }
+      }
+      for (int at = 0; at < queries; at++) {
+        const Next *next = at < turns ? &next_keys : NULL;
+        const float *own = query + at * padded;
+        const Floats scores = padded == 4 * LANES ? score_keys(own, keys, 4, next, stretch, at, turns)
+                                                  : score_keys(own, keys, padded / LANES, next, stretch, at, turns);
+        store(shares + at * BLOCK + stretch * LANES, scores);
+      }
+    }
     for (int at = 0; at < queries; at++) {
       Floats scores[GROUPS];
-      const Next *next = at < turns ? &next_keys : NULL;
-      if (padded == 4 * LANES) score_keys(query + at * padded, keys, 4, scores, next, at, turns);
-      else score_keys(query + at * padded, keys, padded / LANES, scores, next, at, turns);
+      for (int vector = 0; vector < GROUPS; vector++) scores[vector] = load(shares + at * BLOCK + vector * LANES);
       const int64_t position = start + from + at / shared - block;
       // Keys low .. high of the block are seen.
       const int high = position < BLOCK ? (int)position : BLOCK - 1;
@@ -321,7 +305,8 @@ static void attend_unit(const void *data, int unit) {
       }
       store(totals + at * LANES, total);
     }
-    mix_block(all, queries, mixed, shares, values, first, last, &next_values);
+    if (all->half_cache && !copied_values) mix_bfloat16(all, queries, mixed, shares, values, first, last, &next_values);
+    else mix_float32(all, queries, mixed, shares, values, first, last, &next_values);
   }
   for (int at = 0; at < queries; at++) {
     const long index = ((row * all->queries + from + at / shared) * all->heads + group * shared + at % shared) * size;
@@ -332,6 +317,22 @@ static void attend_unit(const void *data, int unit) {
       else ((float *)all->out)[index + number] = share;
     }
   }
+}
+
+int divide_attention(Attention *all, double *work) {
+  all->padded = (all->size + LANES - 1) / LANES * LANES;
+  all->shared = all->heads / all->groups;
+  all->part_queries = MOST_QUERIES / all->shared > 0 ? MOST_QUERIES / all->shared : 1;
+  all->parts = (all->queries + all->part_queries - 1) / all->part_queries;
+  int64_t read = 0;
+  for (long row = 0; row < all->rows; row++) {
+    if (all->count[row] < 0 || all->count[row] > all->queries || all->start[row] < 0 ||
+        (all->count[row] && (int64_t)all->start[row] + all->count[row] > all->table_pages * all->page_size))
+      return -1;
+    if (all->count[row]) read += (all->start[row] + all->count[row]) * (1 + all->count[row] / 4);
+  }
+  *work += (double)read * all->heads * all->size;
+  return (int)(all->rows * all->groups * all->parts);
 }
 
 // Arguments: query [B, C, N, H], key and value [L, P, K, S, H], layer [], table [B, M], start [B], count [B],
@@ -363,20 +364,25 @@ XLA_FFI_Error *gymllm_paged_attention(XLA_FFI_CallFrame *frame) {
   const int64_t layer_bytes = all.pages * all.groups * all.page_size * all.size * (all.half_cache ? 2 : 4);
   all.key = (const char *)key->data + layer * layer_bytes;
   all.value = (const char *)value->data + layer * layer_bytes;
-  all.padded = (all.size + LANES - 1) / LANES * LANES;
-  all.shared = all.heads / all.groups;
-  all.part_queries = MOST_QUERIES / all.shared > 0 ? MOST_QUERIES / all.shared : 1;
-  all.parts = (all.queries + all.part_queries - 1) / all.part_queries;
-  int64_t read = 0;
-  for (long row = 0; row < all.rows; row++) {
-    if (all.count[row] < 0 || all.count[row] > all.queries || all.start[row] < 0 ||
-        (all.count[row] && (int64_t)all.start[row] + all.count[row] > all.table_pages * all.page_size))
-      return fail(frame, "A row's queries are not within its page table.");
-    if (all.count[row]) read += (all.start[row] + all.count[row]) * (1 + all.count[row] / 4);
-  }
-  const int threads = read * all.heads * all.size > WORTH_SHARING ? count_threads(frame) : 1;
-  run_parallel(frame, threads, (int)(all.rows * all.groups * all.parts), attend_unit, &all);
+  double work = 0;
+  const int units = divide_attention(&all, &work);
+  if (units < 0) return fail(frame, "A row's queries are not within its page table.");
+  run_parallel(frame, work > WORTH_SHARING ? count_threads(frame) : 1, units, attend_unit, &all);
   return NULL;
+}
+
+void write_slot(char *cache, bool half_cache, long groups, long page_size, long size, long slot, const void *fresh,
+                bool half_fresh) {
+  const long page = slot / page_size, offset = slot % page_size, bytes = half_cache ? 2 : 4;
+  for (long group = 0; group < groups; group++) {
+    char *to = cache + ((page * groups + group) * page_size + offset) * size * bytes;
+    const char *from = (const char *)fresh + group * size * (half_fresh ? 2 : 4);
+    if (half_cache == half_fresh) memcpy(to, from, size * bytes);
+    else if (half_cache)
+      for (long number = 0; number < size; number++) ((uint16_t *)to)[number] = to_bfloat16(((const float *)from)[number]);
+    else
+      for (long number = 0; number < size; number++) ((float *)to)[number] = from_bfloat16(((const uint16_t *)from)[number]);
+  }
 }
 
 // Arguments: key and value [L, P, K, S, H] (the results, in place), layer [], new key and value [T, K, H],
@@ -397,16 +403,8 @@ XLA_FFI_Error *gymllm_write_pages(XLA_FFI_CallFrame *frame) {
     for (long token = 0; token < slot->dims[0]; token++) {
       const long at = ((const int32_t *)slot->data)[token];
       if (at < 0 || at >= pages * page_size) return fail(frame, "A slot is not in the cache.");
-      const long page = layer * pages + at / page_size, offset = at % page_size;
-      for (long group = 0; group < groups; group++) {
-        char *to = (char *)cache->data + ((page * groups + group) * page_size + offset) * size * bytes;
-        const char *from = fresh + (token * groups + group) * size * new_bytes;
-        if (half == half_new) memcpy(to, from, size * bytes);
-        else if (half)
-          for (long number = 0; number < size; number++) ((uint16_t *)to)[number] = to_bfloat16(((const float *)from)[number]);
-        else
-          for (long number = 0; number < size; number++) ((float *)to)[number] = from_bfloat16(((const uint16_t *)from)[number]);
-      }
+      write_slot((char *)cache->data + layer * pages * groups * page_size * size * bytes, half, groups, page_size, size,
+                 at, fresh + token * groups * size * new_bytes, half_new);
     }
   }
   return NULL;

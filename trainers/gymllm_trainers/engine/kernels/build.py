@@ -53,7 +53,7 @@ def build(*, flags: tuple[str, ...] = ("-march=native",), folder: Path | None = 
         *flags,
         _processor(),
     ]
-    parts += [path.read_text() for path in (*sources, _HERE / "common.h")]
+    parts += [path.read_text() for path in (*sources, *sorted(_HERE.glob("*.h")))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     library = folder / f"kernels-{digest}.so"
     if _is_whole(library):
@@ -66,7 +66,7 @@ def build(*, flags: tuple[str, ...] = ("-march=native",), folder: Path | None = 
     os.close(handle)
     try:
         headers = f"-isystem{jax.ffi.include_dir()}"
-        _run(compiler, *_FLAGS, *flags, headers, *map(str, sources), "-o", name)
+        _run(compiler, *_FLAGS, *flags, headers, *map(str, sources), "-lm", "-o", name)
         made = Path(name).read_bytes()
         # What comes after an ELF or Mach-O file's own end is nothing to the loader.
         Path(name).write_bytes(made + hashlib.sha256(made).digest())

@@ -11,19 +11,94 @@ import functools
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from gymllm.errors import ConfigError, EngineError
 from gymllm_trainers.engine.kernels.build import build
 from gymllm_trainers.engine.paged_attention import PagedCache
+from gymllm_trainers.models.config import DecoderConfig
 
-_TARGETS = ("linear", "logits_tied", "paged_attention", "write_pages")
+_TARGETS = (
+    "linear",
+    "logits_tied",
+    "paged_attention",
+    "write_pages",
+    "trunk",
+    "sample",
+    "draw",
+)
 _TYPES = (jnp.float32, jnp.bfloat16)
 _lock = threading.Lock()
+
+
+_TRUNK_WEIGHTS = (
+    "norm",
+    "attention_norm",
+    "query",
+    "key",
+    "value",
+    "query_bias",
+    "key_bias",
+    "value_bias",
+    "query_norm",
+    "key_norm",
+    "output",
+    "output_bias",
+    "attention_post_norm",
+    "mlp_norm",
+    "gate",
+    "up",
+    "gate_bias",
+    "up_bias",
+    "down",
+    "down_bias",
+    "mlp_post_norm",
+)
+"""In the order of trunk.c."""
+
+
+class TrunkInputs(NamedTuple):
+    """What `Kernels.trunk` works on; see `batch.StepArrays`."""
+
+    x_TD: Array
+    """Embedded tokens, float32 or bfloat16."""
+    rope: tuple[Array, Array]
+    """Cosines and sines, [T, H/2] float32."""
+    local_rope: tuple[Array, Array] | None
+    """Those of layers that slide, where they are others."""
+    cache: PagedCache
+    slot_T: Array
+    table_FM: Array
+    start_F: Array
+    count_F: Array
+    active_E: Array
+    windows_L: Array | None
+    """How many tokens a query of each layer sees."""
+    slides_L: Array | None
+    """Which layers take `local_rope`."""
+
+
+class TrunkShape(NamedTuple):
+    """What a call of `Kernels.trunk` is compiled for."""
+
+    rows: int
+    """Of the T tokens the first are decode rows, each a lane of F."""
+    block: int
+    """Tokens of each further lane."""
+    heads: int
+    gelu: bool
+    """The activation: GELU by tanh, or SiLU."""
+    eps: float
+    offset: float
+    """Added to the weights of norms."""
+    scale: float
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -107,6 +182,104 @@ class Kernels:
             scale=np.float32(scale),
             softcap=np.float32(softcap or 0.0),
         )
+
+    def take_trunk(
+        self, config: DecoderConfig, dtypes: set[Any], *, adapters: bool, compute_dtype: DTypeLike
+    ) -> bool:
+        """Whether `trunk` knows a decoder of this shape, with parameters of these types."""
+        compute = jnp.dtype(compute_dtype)
+        sizes = (config.hidden_size, config.intermediate_size)
+        halves = self.multiplies_bfloat16 and not any(size % 2 for size in sizes)
+        known = compute == jnp.float32 or (compute == jnp.bfloat16 and halves)
+        return known and dtypes == {compute} and not adapters and not config.num_experts
+
+    def trunk(self, inputs: TrunkInputs, weights: dict[str, Array], shape: TrunkShape) -> tuple[Array, PagedCache]:
+        """Every layer of a dense decoder without adapters, for an engine's step.
+
+        Args:
+            inputs: What the step is of.
+            weights: A layer's parameters by `layer_shapes`' names, stacked, and "norm", the final one; kernels in x's type.
+            shape: What is compiled in.
+
+        Returns:
+            Hidden states after the final norm, [T, D] in x's type, 0 for tokens that are not active; and the cache.
+        """
+        none = jnp.zeros((0,), jnp.float32)
+        x_TD, cache = _known(inputs.x_TD), inputs.cache
+        local = inputs.local_rope or inputs.rope
+        layers = cache.key.shape[0]
+        zeros_L = jnp.zeros((layers,), jnp.int32)
+        shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (x_TD, *cache)]
+        call = jax.ffi.ffi_call(f"{self.prefix}_trunk", shapes, input_output_aliases={5: 1, 6: 2})
+        hidden_TD, key, value = call(
+            x_TD,
+            *(part.astype(jnp.float32) for part in (*inputs.rope, *local)),
+            *cache,
+            *(_int32(part) for part in (inputs.slot_T, inputs.table_FM, inputs.start_F, inputs.count_F, inputs.active_E)),
+            zeros_L if inputs.windows_L is None else _int32(inputs.windows_L),
+            zeros_L if inputs.slides_L is None else _int32(inputs.slides_L),
+            *(_known(weights.get(name, none)) for name in _TRUNK_WEIGHTS),
+            rows=np.int64(shape.rows),
+            block=np.int64(shape.block),
+            heads=np.int64(shape.heads),
+            gelu=np.int64(shape.gelu),
+            eps=np.float32(shape.eps),
+            offset=np.float32(shape.offset),
+            scale=np.float32(shape.scale),
+            softcap=np.float32(shape.softcap or 0.0),
+        )
+        return hidden_TD, PagedCache(key, value)
+
+    def sample(
+        self,
+        hidden_SD: Array,
+        head: Array,
+        count: Array,
+        temperature_F: Array,
+        uniform_F: Array,
+        *,
+        tied: bool,
+        softcap: float | None,
+    ) -> tuple[Array, Array]:
+        """`sampling.sample_plain` of hidden @ head, for the first `count` rows.
+
+        Args:
+            hidden_SD: Final hidden states, float32 or bfloat16.
+            head: [D, V], or the embedding [V, D] if `tied`.
+            count: int32 scalar, at most F.
+            temperature_F: float32; 0 is greedy.
+            uniform_F: float32 in [0, 1).
+            tied: Whether `head` is the embedding.
+            softcap: Of the logits.
+
+        Returns:
+            int32 [4, F]: token, bits of its log-probability, bits of that at temperature 1, whether nothing could be drawn;
+            and the tokens as int32 [S], 0 past F.
+        """
+        hidden_SD, head = _known(hidden_SD), _known(head)
+        pairs = head.dtype == jnp.bfloat16 and self.multiplies_bfloat16 and hidden_SD.shape[1] % 2 == 0
+        if not pairs:
+            hidden_SD = hidden_SD.astype(jnp.float32)
+        shapes = [
+            jax.ShapeDtypeStruct((4, temperature_F.shape[0]), jnp.int32),
+            jax.ShapeDtypeStruct((hidden_SD.shape[0],), jnp.int32),
+        ]
+        packed_4F, previous_S = jax.ffi.ffi_call(f"{self.prefix}_sample", shapes)(
+            hidden_SD,
+            head,
+            _int32(count),
+            temperature_F.astype(jnp.float32),
+            uniform_F.astype(jnp.float32),
+            tied=np.int64(tied),
+            softcap=np.float32(softcap or 0.0),
+        )
+        return packed_4F, previous_S
+
+    def draw(self, logits_FV: Array, temperature_F: Array, uniform_F: Array) -> Array:
+        """`sampling.sample_plain`, int32 [4, F] as `sample` has it: the same bits as there."""
+        shape = jax.ShapeDtypeStruct((4, logits_FV.shape[0]), jnp.int32)
+        call = jax.ffi.ffi_call(f"{self.prefix}_draw", shape)
+        return call(logits_FV, temperature_F.astype(jnp.float32), uniform_F.astype(jnp.float32))
 
     def _multiply(
         self,

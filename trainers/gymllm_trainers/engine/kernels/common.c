@@ -3,17 +3,41 @@
 #include <pthread.h>
 #include <sched.h>
 
+// A line of the cache each: threads count in one while others look at the next.
 typedef struct {
-  atomic_int next, finished, users;
+  _Alignas(64) atomic_int next;
+  atomic_int finished;
   int units;
-  void (*work)(const void *, int);
+} Phase;
+
+typedef struct {
+  atomic_int users;
+  int phases;
+  void (*work)(const void *, int, int);
   const void *arguments;
+  Phase phase[];
 } Job;
 
+static void wait_a_little(int tries) {
+  if (tries > 4000) {
+    sched_yield();
+    return;
+  }
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 static void take_units(Job *job) {
-  for (int unit; (unit = atomic_fetch_add(&job->next, 1)) < job->units;) {
-    job->work(job->arguments, unit);
-    atomic_fetch_add(&job->finished, 1);
+  for (int number = 0; number < job->phases; number++) {
+    Phase *phase = &job->phase[number];
+    while (atomic_load_explicit(&phase->next, memory_order_relaxed) < phase->units) {
+      const int unit = atomic_fetch_add(&phase->next, 1);
+      if (unit >= phase->units) break;
+      job->work(job->arguments, number, unit);
+      atomic_fetch_add(&phase->finished, 1);
+    }
+    for (int tries = 0; atomic_load(&phase->finished) < phase->units; tries++) wait_a_little(tries);
   }
 }
 
@@ -26,25 +50,19 @@ static void help(void *data) {
   leave(data);
 }
 
-static void wait_a_little(int tries) {
-  if (tries > 4000) {
-    sched_yield();
-    return;
-  }
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
-void run_parallel(XLA_FFI_CallFrame *frame, int threads, int units, void (*work)(const void *, int),
-                  const void *arguments) {
-  int helpers = (threads < units ? threads : units) - 1;
-  Job *job = helpers > 0 ? malloc(sizeof *job) : NULL;
+void run_phases(XLA_FFI_CallFrame *frame, int threads, int phases, const int *units,
+                void (*work)(const void *, int, int), const void *arguments) {
+  int widest = 0;
+  for (int phase = 0; phase < phases; phase++) widest = units[phase] > widest ? units[phase] : widest;
+  const int helpers = (threads < widest ? threads : widest) - 1;
+  Job *job = helpers > 0 ? aligned_alloc(64, sizeof(Job) + phases * sizeof(Phase)) : NULL;
   if (!job) {
-    for (int unit = 0; unit < units; unit++) work(arguments, unit);
+    for (int phase = 0; phase < phases; phase++)
+      for (int unit = 0; unit < units[phase]; unit++) work(arguments, phase, unit);
     return;
   }
-  *job = (Job){.users = helpers + 1, .units = units, .work = work, .arguments = arguments};
+  *job = (Job){.users = helpers + 1, .phases = phases, .work = work, .arguments = arguments};
+  for (int phase = 0; phase < phases; phase++) job->phase[phase] = (Phase){.units = units[phase]};
   for (int helper = 0; helper < helpers; helper++) {
     XLA_FFI_ThreadPool_Schedule_Args schedule = {.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE,
                                                  .ctx = frame->ctx,
@@ -59,8 +77,24 @@ void run_parallel(XLA_FFI_CallFrame *frame, int threads, int units, void (*work)
     }
   }
   take_units(job);
-  for (int tries = 0; atomic_load(&job->finished) < units; tries++) wait_a_little(tries);
   leave(job);
+}
+
+typedef struct {
+  void (*work)(const void *, int);
+  const void *arguments;
+} Single;
+
+static void work_single(const void *data, int phase, int unit) {
+  (void)phase;
+  const Single *single = data;
+  single->work(single->arguments, unit);
+}
+
+void run_parallel(XLA_FFI_CallFrame *frame, int threads, int units, void (*work)(const void *, int),
+                  const void *arguments) {
+  const Single single = {work, arguments};
+  run_phases(frame, threads, 1, &units, work_single, &single);
 }
 
 int count_threads(XLA_FFI_CallFrame *frame) {
@@ -85,22 +119,23 @@ static pthread_key_t scratch_key;
 static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
 
 static void free_scratch(void *data) {
-  free(((Scratch *)data)->memory);
+  for (int kind = 0; kind < SCRATCHES; kind++) free(((Scratch *)data)[kind].memory);
   free(data);
 }
 
 static void make_scratch_key(void) { pthread_key_create(&scratch_key, free_scratch); }
 
-void *scratch(size_t bytes) {
+void *scratch(ScratchKind kind, size_t bytes) {
   pthread_once(&scratch_once, make_scratch_key);
-  Scratch *mine = pthread_getspecific(scratch_key);
-  if (!mine) {
-    mine = calloc(1, sizeof *mine);
-    if (!mine || pthread_setspecific(scratch_key, mine)) {
-      free(mine);
+  Scratch *all = pthread_getspecific(scratch_key);
+  if (!all) {
+    all = calloc(SCRATCHES, sizeof *all);
+    if (!all || pthread_setspecific(scratch_key, all)) {
+      free(all);
       return NULL;
     }
   }
+  Scratch *mine = &all[kind];
   if (bytes > mine->held) {
     free(mine->memory);
     mine->held = (bytes + 4095) / 4096 * 4096;
@@ -127,14 +162,25 @@ bool answer_metadata(XLA_FFI_CallFrame *frame) {
   return true;
 }
 
-float get_float(XLA_FFI_CallFrame *frame, const char *name) {
+static const void *find_scalar(XLA_FFI_CallFrame *frame, const char *name) {
   for (int64_t at = 0; at < frame->attrs.size; at++) {
     XLA_FFI_ByteSpan *span = frame->attrs.names[at];
-    if (span->len == strlen(name) && !memcmp(span->ptr, name, span->len)) {
-      float number;
-      memcpy(&number, ((XLA_FFI_Scalar *)frame->attrs.attrs[at])->value, sizeof number);
-      return number;
-    }
+    if (span->len == strlen(name) && !memcmp(span->ptr, name, span->len))
+      return ((XLA_FFI_Scalar *)frame->attrs.attrs[at])->value;
   }
-  return 0;
+  return NULL;
+}
+
+float get_float(XLA_FFI_CallFrame *frame, const char *name) {
+  const void *value = find_scalar(frame, name);
+  float number = 0;
+  if (value) memcpy(&number, value, sizeof number);
+  return number;
+}
+
+int64_t get_integer(XLA_FFI_CallFrame *frame, const char *name) {
+  const void *value = find_scalar(frame, name);
+  int64_t number = 0;
+  if (value) memcpy(&number, value, sizeof number);
+  return number;
 }

@@ -84,11 +84,19 @@ INLINE Floats larger(Floats first, Floats second) {
 // Less work than this, in multiplications, isn't worth a second thread.
 #define WORTH_SHARING 65536
 
-// Memory of this thread, kept until it ends; 64-byte aligned. One user at a time. NULL: there is none.
-void *scratch(size_t bytes);
+// Memory of this thread, kept until it ends; 64-byte aligned. NULL: there is none. One user of each kind at a
+// time: a unit of work, and the call that units belong to.
+typedef enum { UNIT_SCRATCH, CALL_SCRATCH, SCRATCHES } ScratchKind;
+void *scratch(ScratchKind kind, size_t bytes);
 
-// Runs work(arguments, unit) for every unit below `units`, on this thread and on XLA's; returns when all
-// are done. A helper that comes too late finds no unit left and touches nothing of the caller's.
+// Runs work(arguments, phase, unit) for every unit below units[phase], on this thread and on XLA's, phases one after
+// another; returns when all are done. To wake a thread takes longer than a phase of a small model, so those that
+// come stay for all phases. A helper that comes late finds no unit left in those that are over, and after the last
+// touches nothing of the caller's.
+void run_phases(XLA_FFI_CallFrame *frame, int threads, int phases, const int *units,
+                void (*work)(const void *, int, int), const void *arguments);
+
+// The same with one phase.
 void run_parallel(XLA_FFI_CallFrame *frame, int threads, int units, void (*work)(const void *, int),
                   const void *arguments);
 
@@ -102,6 +110,8 @@ bool answer_metadata(XLA_FFI_CallFrame *frame);
 
 // An attribute of the call; 0 where there is none.
 float get_float(XLA_FFI_CallFrame *frame, const char *name);
+
+int64_t get_integer(XLA_FFI_CallFrame *frame, const char *name);
 
 INLINE XLA_FFI_Buffer *argument(XLA_FFI_CallFrame *frame, int index) {
   return (XLA_FFI_Buffer *)frame->args.args[index];

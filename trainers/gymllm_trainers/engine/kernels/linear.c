@@ -10,7 +10,7 @@
 // stays in registers throughout. What will be needed next is prefetched meanwhile: with strides of a
 // kernel's row the processor doesn't guess it.
 
-#include "common.h"
+#include "linear.h"
 
 #if LANES == 16
 #define ROWS 8
@@ -30,28 +30,6 @@
 // With up to this many rows, multiplying is too short to fetch the next panel meanwhile: packing helps.
 #define FEW_ROWS 4
 
-#if LANES == 16 && defined(__AVX512BF16__)
-#define HAS_PAIRS 1
-#endif
-
-// What a kernel's numbers are. PAIRS: bfloat16, a step of the sum takes two; packed: in one 32-bit word.
-typedef enum { FLOAT32, BFLOAT16, PAIRS, PACKED_PAIRS } Kind;
-
-typedef struct {
-  const char *x;        // [T, in]: float32, or bfloat16 for pairs
-  const char *kernel;   // the layer's
-  float *out;           // [T, columns]
-  const int32_t *rows;  // the active ones
-  const bool *active;   // [T]
-  int active_rows, all_rows;
-  long depth, columns;
-  bool tied;  // kernel [out, in]
-  Kind kind;
-  int threads;
-  int vectors;  // of a panel as it comes from memory
-  int unit_columns, unit_rows, row_units;
-} Product;
-
 typedef struct {
   const char *x[ROWS];
   float *out[ROWS];
@@ -63,8 +41,6 @@ typedef struct {
   const char *next;
   long next_stride, next_second;
 } Tile;
-
-INLINE long number_bytes(Kind kind) { return kind == FLOAT32 ? 4 : 2; }
 
 INLINE Floats load_step(const Kind kind, const char *kernel, long stride, int vector) {
   if (kind == BFLOAT16) return load_bfloat16((const uint16_t *)kernel + vector * LANES);
@@ -331,14 +307,20 @@ static void multiply_direct_panel(const Product *product, long column, const int
   }
 }
 
-static void multiply_unit(const void *data, int unit) {
+void find_unit(const Product *product, int unit, long *first, long *end, int *row, int *count) {
+  *first = (long)(unit / product->row_units) * product->unit_columns;
+  *end = *first + product->unit_columns < product->columns ? *first + product->unit_columns : product->columns;
+  *row = unit % product->row_units * product->unit_rows;
+  const int left = product->active_rows - *row;
+  *count = left < product->unit_rows ? left : product->unit_rows;
+}
+
+void multiply_unit(const void *data, int unit) {
   const Product *product = data;
-  const long first = (long)(unit / product->row_units) * product->unit_columns;
-  const long end = first + product->unit_columns < product->columns ? first + product->unit_columns : product->columns;
-  const int row = unit % product->row_units * product->unit_rows;
-  const int left = product->active_rows - row;
-  const int count = left < product->unit_rows ? left : product->unit_rows;
-  if (unit % product->row_units == 0)
+  long first, end;
+  int row, count;
+  find_unit(product, unit, &first, &end, &row, &count);
+  if (product->active && unit % product->row_units == 0)
     for (int other = 0; other < product->all_rows; other++)
       if (!product->active[other]) memset(product->out + other * product->columns + first, 0, (end - first) * 4);
   if (count <= 0) return;
@@ -354,13 +336,34 @@ static void multiply_unit(const void *data, int unit) {
       column += vectors * LANES;
       continue;
     }
-    float *packed = scratch(DEPTH * PANEL * sizeof(float));
+    float *packed = scratch(UNIT_SCRATCH, DEPTH * PANEL * sizeof(float));
     // Units are taken in turn by all threads, more or less.
     long next = column + PANEL < end ? column + PANEL : first + (long)product->unit_columns * product->threads;
     if (next >= product->columns) next = column;
     if (packed) multiply_packed_panel(product, column, rows, count, next, packed);
     column += PANEL;
   }
+}
+
+int divide_product(Product *product, int threads) {
+  product->threads = threads;
+  // Wide panels, if they leave enough units for every thread.
+  const int rows = product->active_rows;
+  const int widest = rows <= 2 ? MOST_VECTORS : rows <= 4 ? MOST_VECTORS / 2 : VECTORS;
+  product->vectors = VECTORS;
+  for (int vectors = 2 * VECTORS; vectors <= widest; vectors *= 2)
+    if (product->columns >= 2L * threads * vectors * LANES) product->vectors = vectors;
+  // A unit's row has whole lines of the cache, so that no two threads read one.
+  product->unit_columns = product->vectors * LANES;
+  while (product->unit_columns * number_bytes(product->kind) % 64) product->unit_columns *= 2;
+  const int column_units = (product->columns + product->unit_columns - 1) / product->unit_columns;
+  product->row_units = 1;
+  product->unit_rows = rows;
+  while (column_units * product->row_units < 2 * threads && product->unit_rows > 4 * ROWS) {
+    product->row_units *= 2;
+    product->unit_rows = (rows + product->row_units - 1) / product->row_units;
+  }
+  return column_units * product->row_units;
 }
 
 // Arguments: x [T, in], kernels [L, in, out] or [out, in], layer [], rows [1 + T]. Result: [T, out].
@@ -398,23 +401,9 @@ static XLA_FFI_Error *multiply(XLA_FFI_CallFrame *frame, bool tied) {
   }
   product.active = active;
   const bool shared = (double)product.depth * product.columns * (rows[0] + 1) > WORTH_SHARING;
-  product.threads = shared ? count_threads(frame) : 1;
-  // Wide panels, if they leave enough units for every thread.
-  const int widest = rows[0] <= 2 ? MOST_VECTORS : rows[0] <= 4 ? MOST_VECTORS / 2 : VECTORS;
-  product.vectors = VECTORS;
-  for (int vectors = 2 * VECTORS; vectors <= widest; vectors *= 2)
-    if (product.columns >= 2L * product.threads * vectors * LANES) product.vectors = vectors;
-  // A unit's row has whole lines of the cache, so that no two threads read one.
-  product.unit_columns = product.vectors * LANES;
-  while (product.unit_columns * number_bytes(product.kind) % 64) product.unit_columns *= 2;
-  const int column_units = (product.columns + product.unit_columns - 1) / product.unit_columns;
-  product.row_units = 1;
-  product.unit_rows = rows[0];
-  while (column_units * product.row_units < 2 * product.threads && product.unit_rows > 4 * ROWS) {
-    product.row_units *= 2;
-    product.unit_rows = (rows[0] + product.row_units - 1) / product.row_units;
-  }
-  run_parallel(frame, product.threads, column_units * product.row_units, multiply_unit, &product);
+  const int threads = shared ? count_threads(frame) : 1;
+  const int units = divide_product(&product, threads);
+  run_parallel(frame, threads, units, multiply_unit, &product);
   free(active);
   return NULL;
 }
