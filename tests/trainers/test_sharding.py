@@ -55,6 +55,9 @@ SLOW = [
     ("tiny_qwen3", {"fsdp": 2, "tensor": 4}),
     ("tiny_gemma3", {"fsdp": 4, "tensor": 2}),
     ("tiny_qwen3_moe", {"expert": 2, "data": 2, "fsdp": 2}),
+    ("tiny_qwen3", {"context": 4, "fsdp": 2}),
+    ("tiny_gemma3", {"context": 2, "fsdp": 2, "tensor": 2}),
+    ("tiny_qwen3_moe", {"context": 2, "expert": 2, "data": 2, "fsdp": 1}),
 ]
 
 
@@ -182,7 +185,7 @@ def loss_and_gradient(decoder: Decoder, ids_BT: jax.Array) -> tuple[jax.Array, n
 
     def loss(state: nnx.State, ids_BT: jax.Array) -> jax.Array:
         decoder = nnx.merge(graph, state)
-        hidden = decoder.hidden(ids_BT, positions, jnp.ones_like(ids_BT))
+        hidden = decoder.hidden(ids_BT, positions, jnp.full_like(ids_BT, ids_BT.shape[1]))
         logprobs = jax.nn.log_softmax(decoder.logits(hidden)[:, :-1])
         return -jnp.mean(jnp.take_along_axis(logprobs, ids_BT[:, 1:, None], axis=-1))
 
@@ -347,7 +350,10 @@ def test_mesh_takes_what_the_other_axes_leave() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tensor": 2}, r"tensor=2, expert=1 doesn't fit 1 devices: .* multiply to that number"),
+        (
+            {"tensor": 2},
+            r"tensor=2, expert=1, context=1 doesn't fit 1 devices: .* multiply to that number",
+        ),
         ({"fsdp": 2}, r"data=1, fsdp=2, .* doesn't fit 1 devices"),
         ({"data": -1}, r"-1 on one axis .*got data=-1, fsdp=-1"),
         ({"data": 0}, r"must be >= 1, .*got data=0"),
@@ -360,7 +366,9 @@ def test_mesh_that_does_not_fit_is_refused(sizes: dict[str, int], message: str) 
 
 def test_mesh_of_other_axes_is_refused() -> None:
     config = load_model(FIXTURES / "tiny_qwen3").config
-    with pytest.raises(ConfigError, match=r"has the axes x and lacks data, .* `make_mesh`"):
+    with pytest.raises(
+        ConfigError, match=r"has the axes x and lacks context, data, .* `make_mesh`"
+    ):
         param_shardings(config, AbstractMesh((2,), ("x",)))
 
 

@@ -6,22 +6,30 @@ parameters lie, and from `constrain_rows`, which says that activations stay divi
 
 Mesh axes: `data` divides rows only; `fsdp` divides rows and every large parameter, gathered when used
 (Rajbhandari et al. 2020, arXiv:1910.02054, stage 3); `tensor` divides heads, feed-forward and vocabulary
-(Shoeybi et al. 2019, arXiv:1909.08053); `expert` divides rows and the experts of a mixture.
+(Shoeybi et al. 2019, arXiv:1909.08053); `expert` divides rows and the experts of a mixture; `context` divides
+the tokens of each row.
+
+Axes: B rows, T tokens, C pieces of a row. Everything but attention treats a token by itself, so a row that
+is divided over `context` is simply C shorter rows [B * C, T / C] (`fold_context`). In attention the devices
+along `context` exchange pieces for heads and back: each then has some heads of whole rows (Jacobs et al.
+2023, arXiv:2309.14509). That moves less than gathering keys and values would, is balanced although attention
+is causal, and leaves every implementation of attention as it is.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from gymllm.errors import ConfigError, ModelError
 from gymllm_trainers.models.config import DecoderConfig, layer_shapes
@@ -34,14 +42,19 @@ if TYPE_CHECKING:
 LogicalAxis = Literal[
     "layers", "vocab", "embed", "heads", "kv_heads", "mlp", "experts", "rank", "whole"
 ]
-MeshAxis = Literal["data", "fsdp", "tensor", "expert"]
+MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context"]
 Axes = tuple[LogicalAxis, ...]
 Shardings = dict[str, NamedSharding | dict[str, NamedSharding]]
 """A sharding for each parameter, in the tree that `Params` is."""
 
-MESH_AXES: tuple[MeshAxis, ...] = ("data", "fsdp", "tensor", "expert")
-ROW_AXES: tuple[MeshAxis, ...] = ("data", "expert", "fsdp")
-"""Mesh axes that rows of a batch are divided over."""
+MESH_AXES: tuple[MeshAxis, ...] = ("data", "fsdp", "tensor", "expert", "context")
+ROW_AXES: tuple[MeshAxis, ...] = ("data", "expert", "fsdp", "context")
+"""Mesh axes that rows of a batch are divided over: whole rows, or their pieces where there is `context`."""
+WHOLE_ROW_AXES: tuple[MeshAxis, ...] = ("data", "expert", "fsdp")
+"""Mesh axes that whole rows are divided over."""
+CONTEXT: MeshAxis = "context"
+_ROWS_OF_A_WIDTH = tuple(axis for axis in ROW_AXES if axis != "fsdp")
+"""Mesh axes that divide rows while fsdp divides an activation's width, as it does the embedding's."""
 
 RULES: dict[LogicalAxis, MeshAxis | None] = {
     "layers": None,  # scanned: each step needs one of them whole
@@ -79,6 +92,8 @@ _LAYER: dict[str, Axes] = {
     "up_bias": ("mlp",),
 }
 
+AnyMesh = Mesh | AbstractMesh
+"""A mesh of devices, or one without any, to ask where things would lie."""
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
@@ -90,6 +105,7 @@ def make_mesh(
     fsdp: int = -1,
     tensor: int = 1,
     expert: int = 1,
+    context: int = 1,
     devices: Sequence[Device] | None = None,
 ) -> Mesh:
     """Arranges devices in a mesh with the axes `MESH_AXES`, neighbours along the axes that talk most.
@@ -99,6 +115,7 @@ def make_mesh(
         fsdp: Parts that parameters and rows are divided into.
         tensor: Parts that heads, feed-forward and vocabulary are divided into.
         expert: Parts that a mixture's experts are divided into.
+        context: Parts that the tokens of a row are divided into.
         devices: All of them when None.
 
     One of the sizes may be -1: what the others leave.
@@ -107,7 +124,13 @@ def make_mesh(
         ConfigError: The sizes don't multiply to the number of devices.
     """
     found = list(jax.devices() if devices is None else devices)
-    sizes: dict[MeshAxis, int] = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
+    sizes: dict[MeshAxis, int] = {
+        "data": data,
+        "fsdp": fsdp,
+        "tensor": tensor,
+        "expert": expert,
+        "context": context,
+    }
     wrong = [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]
     open_axes: list[MeshAxis] = [axis for axis, size in sizes.items() if size == -1]
     if wrong or len(open_axes) > 1:
@@ -143,7 +166,7 @@ def logical_axes(config: DecoderConfig) -> dict[str, Axes | dict[str, Axes]]:
     return axes
 
 
-def param_shardings(config: DecoderConfig, mesh: Mesh) -> Shardings:
+def param_shardings(config: DecoderConfig, mesh: AnyMesh) -> Shardings:
     """Where each parameter of a decoder of this shape lies on the mesh.
 
     A vocabulary or a number of key-value heads that `tensor` doesn't divide stays whole on every device, with
@@ -188,9 +211,9 @@ def leaf_at(tree: Mapping[str, _T | dict[str, _T]], path: tuple[str, ...]) -> _T
     return None if isinstance(node, dict) else node
 
 
-def row_sharding(mesh: Mesh) -> NamedSharding:
-    """How a batch [B, ...] lies: rows divided over `ROW_AXES`."""
-    return NamedSharding(mesh, PartitionSpec(ROW_AXES))
+def row_sharding(mesh: AnyMesh) -> NamedSharding:
+    """How a batch [B, T, ...] lies: rows divided over `WHOLE_ROW_AXES`, their tokens over `context`."""
+    return NamedSharding(mesh, PartitionSpec(WHOLE_ROW_AXES, CONTEXT))
 
 
 def constrain_rows(x: Array) -> Array:
@@ -210,9 +233,16 @@ def constrain_embedded(x: Array) -> Array:
     """
     if not rows_divided(x):
         return x
-    rows = tuple(axis for axis in ROW_AXES if axis != "fsdp")
-    spec = PartitionSpec(rows, *[None] * (x.ndim - 2), "fsdp")
+    spec = PartitionSpec(_ROWS_OF_A_WIDTH, *[None] * (x.ndim - 2), "fsdp")
     return constrain_rows(jax.lax.with_sharding_constraint(x, spec))
+
+
+def constrain_ids(ids: Array) -> Array:
+    """What is looked up in the embedding [B, ...], where `constrain_embedded` wants what is found there."""
+    # XLA (of JAX 0.10) would otherwise fail to compile the lookup where fsdp and context are both divided.
+    if not rows_divided(ids):
+        return ids
+    return jax.lax.with_sharding_constraint(ids, PartitionSpec(_ROWS_OF_A_WIDTH))
 
 
 def rows_divided(x: Array) -> bool:
@@ -223,18 +253,88 @@ def rows_divided(x: Array) -> bool:
     return x.shape[0] % math.prod(mesh.shape[axis] for axis in ROW_AXES) == 0
 
 
+def context_pieces(shape: tuple[int, ...]) -> int:
+    """How many pieces each row of a batch [B, T, ...] comes in on the mesh that is set; 1 without `context`.
+
+    Raises:
+        ConfigError: The mesh doesn't divide these rows or their tokens.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    pieces = mesh.shape[CONTEXT] if CONTEXT in mesh.axis_names else 1
+    if pieces == 1:
+        return 1
+    rows, tokens = shape[:2]
+    holders = math.prod(mesh.shape[axis] for axis in WHOLE_ROW_AXES)
+    if rows % holders or tokens % pieces:
+        raise ConfigError(
+            f"rows of a micro-batch must be a multiple of {holders} (mesh.data x mesh.expert x mesh.fsdp), "
+            f"their tokens of {pieces} (mesh.context), got {rows} rows of {tokens}. Set learner.rows and "
+            "learner.row_tokens to multiples of these."
+        )
+    return pieces
+
+
+def fold_context(x: Array, pieces: int) -> Array:
+    """[B, T, ...] to [B * C, T / C, ...]: C pieces of each row as rows of their own."""
+    return x if pieces == 1 else x.reshape(x.shape[0] * pieces, -1, *x.shape[2:])
+
+
+def unfold_context(x: Array, pieces: int) -> Array:
+    """The inverse of `fold_context`."""
+    return x if pieces == 1 else x.reshape(x.shape[0] // pieces, -1, *x.shape[2:])
+
+
+def on_whole_rows(attend: Callable[..., Array], pieces: int) -> Callable[..., Array]:
+    """Attention inside `jax.shard_map`, of arrays that are pieces of rows (`fold_context`).
+
+    Pieces of rows with all of a device's heads are exchanged for whole rows with some of them, and back.
+
+    Args:
+        attend: Of this device's query [B, T, N / C, H], key and value [B, T, K', H], arrays [B, T], and
+            scalars.
+        pieces: C.
+
+    Returns:
+        The same function of query [B * C, T / C, N, H], key and value [B * C, T / C, K, H], arrays
+        [B * C, T / C], and scalars; gives [B * C, T / C, N, H].
+    """
+    if pieces == 1:
+        return attend
+
+    def on_pieces(query: Array, key: Array, value: Array, *others: Array) -> Array:
+        heads, groups = query.shape[2], key.shape[2]
+        if heads % pieces:
+            raise ConfigError(
+                f"mesh.context={pieces} doesn't divide the {heads} query heads that a device has after "
+                "mesh.tensor. Choose a smaller mesh.context or mesh.tensor."
+            )
+        # A key-value head that several devices' queries use goes to each of them.
+        copies = pieces // math.gcd(groups, pieces)
+        key, value = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (key, value))
+        whole = (
+            jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=0, tiled=True)
+            for x in (query, key, value)
+        )
+        tokens = (jax.lax.all_gather(x, CONTEXT, tiled=True) if x.ndim else x for x in others)
+        mixed = attend(*(unfold_context(x, pieces) if x.ndim else x for x in (*whole, *tokens)))
+        folded = fold_context(mixed, pieces)
+        return jax.lax.all_to_all(folded, CONTEXT, split_axis=0, concat_axis=2, tiled=True)
+
+    return on_pieces
+
+
 def _layer_axes(name: str, rank: int) -> Axes:
     """Axes of a layer's parameter; what has no name there is small and stays whole."""
     return ("layers", *_LAYER.get(name, ("whole",) * rank))
 
 
 def _sharding(
-    axes: Axes, rules: Mapping[LogicalAxis, MeshAxis | None], mesh: Mesh
+    axes: Axes, rules: Mapping[LogicalAxis, MeshAxis | None], mesh: AnyMesh
 ) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(rules[axis] for axis in axes)))
 
 
-def _rules_for(config: DecoderConfig, mesh: Mesh) -> dict[LogicalAxis, MeshAxis | None]:
+def _rules_for(config: DecoderConfig, mesh: AnyMesh) -> dict[LogicalAxis, MeshAxis | None]:
     """`RULES` for a model of this shape: whole what may stay whole, an error for what may not."""
     absent = set(MESH_AXES) - set(mesh.axis_names)
     if absent:

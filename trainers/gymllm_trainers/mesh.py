@@ -1,0 +1,267 @@
+"""The devices of a run: settings of the mesh, and what the learner does with one.
+
+`open_mesh` makes it; None is one device, where none of this is needed. On a mesh the learner
+
+1. lays the model out: `place_decoder`; its optimizer's state: `init_like`;
+2. calls programs inside `on_mesh(mesh)`, compiled there with `layout_of` their results as `out_shardings`,
+   so that what a step returns lies where the next one wants it;
+3. hands micro-batches over by `put_batch`, with as many rows as `rows_for` says.
+
+Where each parameter lies, and why, is in `models/sharding.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gymllm.errors import ConfigError, ModelError
+from gymllm_trainers.models.config import DecoderConfig
+from gymllm_trainers.models.sharding import (
+    CONTEXT,
+    WHOLE_ROW_AXES,
+    AnyMesh,
+    make_mesh,
+    param_shardings,
+    row_sharding,
+    shard_decoder,
+)
+
+if TYPE_CHECKING:
+    from jaxlib._jax import Device
+
+    from gymllm_trainers.models.decoder import Decoder
+
+Tree = Any
+"""A pytree of arrays."""
+T = TypeVar("T")
+
+_LARGE = 2**16
+"""Elements from which on an optimizer's state is worth dividing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How devices share the training. One axis may be -1: what the others leave."""
+
+    data: int = 1
+    """Copies of the model, each with rows of its own."""
+    fsdp: int = -1
+    """Parts that parameters, their gradient and the optimizer's state are divided into, and rows too."""
+    tensor: int = 1
+    """Parts that heads, feed-forward and vocabulary are divided into; best within one host."""
+    expert: int = 1
+    """Parts that a mixture's experts are divided into, and rows too."""
+    context: int = 1
+    """Parts that the tokens of a row are divided into, for rows too long for one device."""
+    engine_devices: int = 0
+    """Devices, the last ones, that the engine has to itself and the trainer leaves alone; 0: both use all."""
+
+    def __post_init__(self) -> None:
+        for name, size in self.sizes.items():
+            if size < 1 and size != -1:
+                raise ConfigError(
+                    f"mesh.{name} must be >= 1, or -1 for what the other axes leave, got {size}."
+                )
+        if list(self.sizes.values()).count(-1) > 1:
+            names = " and ".join(f"mesh.{name}" for name, size in self.sizes.items() if size == -1)
+            raise ConfigError(f"only one axis can take what the others leave, but {names} are -1.")
+        if self.engine_devices < 0:
+            raise ConfigError(f"mesh.engine_devices must be >= 0, got {self.engine_devices}.")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis, as it was set."""
+        names = ("data", "fsdp", "tensor", "expert", "context")
+        return {name: getattr(self, name) for name in names}
+
+
+def open_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh | None:
+    """The trainer's mesh; None where it is one device that this process has.
+
+    Args:
+        config: Sizes.
+        devices: All of them, of every process, when None.
+
+    Raises:
+        ConfigError: The sizes don't multiply to the devices that the engine leaves.
+    """
+    found, _ = split_devices(config, devices)
+    local = found[0].process_index == jax.process_index()
+    if len(found) == 1 and local and all(size in (1, -1) for size in config.sizes.values()):
+        return None
+    return make_mesh(**config.sizes, devices=found)
+
+
+def split_devices(
+    config: MeshConfig, devices: Sequence[Device] | None = None
+) -> tuple[list[Device], list[Device]]:
+    """The trainer's devices and the engine's; the same ones where `engine_devices` is 0.
+
+    Raises:
+        ConfigError: The engine would leave none.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    count = config.engine_devices
+    if not count:
+        return found, found
+    if count >= len(found):
+        raise ConfigError(
+            f"mesh.engine_devices={count} leaves none of {len(found)} devices for training: set it to at "
+            f"most {len(found) - 1}, or to 0 to let both use all."
+        )
+    return found[:-count], found[-count:]
+
+
+def check_mesh(mesh: AnyMesh, model: DecoderConfig, *, row_tokens: int) -> None:
+    """Refuses a mesh that the model or its rows can't be divided over, before anything is made.
+
+    Raises:
+        ModelError: An axis doesn't divide what it should of the model; says what would.
+        ConfigError: `context` doesn't divide a row.
+    """
+    param_shardings(model, mesh)
+    pieces, tensor = mesh.shape[CONTEXT], mesh.shape["tensor"]
+    if row_tokens % pieces:
+        raise ConfigError(
+            f"learner.row_tokens={row_tokens} can't be divided over mesh.context={pieces}: set it to "
+            f"{-(-row_tokens // pieces) * pieces}."
+        )
+    # Where key-value heads stay whole, every device of `tensor` has every query head.
+    split = tensor if model.num_key_value_heads % tensor == 0 else 1
+    heads = model.num_attention_heads // split
+    if heads % pieces:
+        raise ModelError(
+            f"mesh.context={pieces} doesn't divide the {heads} query heads that a device has "
+            f"(num_attention_heads={model.num_attention_heads}, mesh.tensor={tensor}). Choose a context that "
+            f"divides {heads}."
+        )
+
+
+def row_parts(mesh: AnyMesh | None) -> int:
+    """Into how many parts the rows of a micro-batch are divided."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in WHOLE_ROW_AXES)
+
+
+def rows_for(mesh: AnyMesh | None, rows: int) -> int:
+    """Rows of a micro-batch on this mesh.
+
+    Args:
+        mesh: The trainer's; None is one device.
+        rows: As set; 0 is the fewest, but at least 2.
+
+    Raises:
+        ConfigError: `rows` can't be divided over the mesh; says the nearest that can.
+    """
+    parts = row_parts(mesh)
+    if rows == 0:
+        return max(parts, -(-2 // parts) * parts)
+    if rows % parts:
+        raise ConfigError(
+            f"learner.rows={rows} can't be divided over {parts} parts of the mesh (mesh.data x mesh.expert x "
+            f"mesh.fsdp): set it to {-(-rows // parts) * parts}, or leave it out."
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------- what the learner does with it
+
+
+def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
+    """Inside, programs are compiled for the mesh and called on it; nothing where there is none."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def place_decoder(decoder: Decoder, mesh: Mesh | None) -> None:
+    """Puts a decoder's parameters where they belong; in place."""
+    if mesh is not None:
+        shard_decoder(decoder, mesh)
+
+
+def layout_of(tree: Tree) -> Tree:
+    """Shardings of a tree of arrays, for `out_shardings`; None for arrays that no mesh holds."""
+
+    def layout(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
+        return leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
+
+    return jax.tree.map(layout, tree)
+
+
+def init_like(init: Callable[[Tree], T], params: Tree, mesh: Mesh | None) -> T:
+    """Calls `init(params)`, as an optimizer's, with results that lie as the parameters do.
+
+    XLA would keep zeros whole on every device: they depend on no parameter.
+
+    Args:
+        init: Makes a tree in which a parameter's moments have its shape, or fewer or shorter axes.
+        params: Of float32 or another dtype, laid out on the mesh; or `jax.ShapeDtypeStruct` of such.
+        mesh: None: just `init(params)`.
+    """
+    if mesh is None:
+        return init(params)
+    with jax.set_mesh(mesh):
+        return jax.jit(init, out_shardings=state_layout(init, params, mesh))(params)
+
+
+def state_layout(init: Callable[[Tree], Tree], params: Tree, mesh: Mesh) -> Tree:
+    """Where the leaves of `init(params)` lie: as the parameter of the same name and shape."""
+    by_path = {
+        tuple(map(str, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def layout(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        names = tuple(map(str, path))
+        # Moments are in a tree like the parameters', somewhere inside the optimizer's own.
+        suffixes = (
+            names[start:end] for start in range(len(names)) for end in range(len(names), start, -1)
+        )
+        param = next((by_path[part] for part in suffixes if part in by_path), None)
+        if param is not None and param.shape == leaf.shape:
+            return param.sharding if isinstance(param.sharding, NamedSharding) else whole
+        # Of another shape, such as moments in blocks: what is large is divided all the same.
+        parts = mesh.shape["fsdp"]
+        large = leaf.size >= _LARGE and parts > 1
+        axis = next((axis for axis, size in enumerate(leaf.shape) if size % parts == 0), None)
+        if not large or axis is None:
+            return whole
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, "fsdp"))
+
+    return jax.tree_util.tree_map_with_path(layout, jax.eval_shape(init, params))
+
+
+def put_batch(batch: T, mesh: Mesh | None) -> T:
+    """A micro-batch's host arrays [B, T] on the mesh.
+
+    Each process has all of them, and gives its own devices theirs. Without a mesh they stay as they are: JAX
+    copies them when a program is called.
+    """
+    if mesh is None:
+        return batch
+    sharding = row_sharding(mesh)
+
+    def put(array: np.ndarray) -> jax.Array:
+        if jax.process_count() == 1:
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, batch)
+
+
+def abstract_batch(batch: T, mesh: AnyMesh | None) -> T:
+    """What a program that takes `put_batch(batch)` is compiled for."""
+    sharding = None if mesh is None else row_sharding(mesh)
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(
+            array.shape, jnp.asarray(array).dtype, sharding=sharding
+        ),
+        batch,
+    )
