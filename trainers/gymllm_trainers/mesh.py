@@ -180,6 +180,11 @@ def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
+def place_whole(tree: T, mesh: Mesh | None) -> T:
+    """Small arrays on every device of the mesh, such as a value head's; as they are where there is none."""
+    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
 def place_decoder(decoder: Decoder, mesh: Mesh | None) -> None:
     """Puts a decoder's parameters where they belong; in place."""
     if mesh is not None:
@@ -213,25 +218,25 @@ def init_like(init: Callable[[Tree], T], params: Tree, mesh: Mesh | None) -> T:
 
 def state_layout(init: Callable[[Tree], Tree], params: Tree, mesh: Mesh) -> Tree:
     """Where the leaves of `init(params)` lie: as the parameter of the same name and shape."""
-    by_path = {
-        tuple(map(str, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
+    by_suffix: dict[tuple[str, ...], list[jax.Array]] = {}
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
+        names = tuple(map(str, path))
+        for start in range(len(names)):
+            by_suffix.setdefault(names[start:], []).append(param)
     whole = NamedSharding(mesh, PartitionSpec())
 
     def layout(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = tuple(map(str, path))
         # Moments are in a tree like the parameters', somewhere inside the optimizer's own.
-        suffixes = (
-            names[start:end] for start in range(len(names)) for end in range(len(names), start, -1)
-        )
-        param = next((by_path[part] for part in suffixes if part in by_path), None)
-        if param is not None and param.shape == leaf.shape:
-            return param.sharding if isinstance(param.sharding, NamedSharding) else whole
+        suffixes = [names[i:j] for i in range(len(names)) for j in range(len(names), i, -1)]
+        for suffix in sorted(suffixes, key=len, reverse=True):
+            for param in by_suffix.get(suffix, ()):
+                if param.shape == leaf.shape:
+                    return param.sharding if isinstance(param.sharding, NamedSharding) else whole
         # Of another shape, such as moments in blocks: what is large is divided all the same.
         parts = mesh.shape["fsdp"]
-        large = leaf.size >= _LARGE and parts > 1
         axis = next((axis for axis, size in enumerate(leaf.shape) if size % parts == 0), None)
-        if not large or axis is None:
+        if leaf.size < _LARGE or parts == 1 or axis is None:
             return whole
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, "fsdp"))
 
