@@ -229,7 +229,9 @@ def test_sapo_by_hand() -> None:
 def test_reinforce_and_supervised_by_hand() -> None:
     logprob = np.array([-0.5, -3.0, 0.0], np.float32)
     np.testing.assert_array_equal(losses.supervised(logprob).loss, [0.5, 3, 0])
-    np.testing.assert_array_equal(losses.reinforce(logprob, np.float32([2, -1, 5])).loss, [1, -3, 0])
+    np.testing.assert_array_equal(
+        losses.reinforce(logprob, np.float32([2, -1, 5])).loss, [1, -3, 0]
+    )
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo", "cispo", "dppo_tv", "sapo"])
