@@ -40,7 +40,7 @@ def write(folder: Path, name: str) -> None:
     def logits(decoder: Decoder) -> np.ndarray:
         ids_BT = jnp.asarray(ids, jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        hidden = decoder.hidden(ids_BT, positions, jnp.ones_like(ids_BT))
+        hidden = decoder.hidden(ids_BT, positions, jnp.full_like(ids_BT, ids_BT.shape[1]))
         return np.asarray(decoder.logits(hidden))
 
     def save(kind: str, decoder: Decoder, **options: int) -> None:

@@ -16,7 +16,11 @@ import numpy.typing as npt
 import pytest
 
 from gymllm.errors import ConfigError
-from gymllm_trainers.models.attention import Implementation, packed_attention
+from gymllm_trainers.models.attention import (
+    Implementation,
+    ends_of_segments,
+    packed_attention,
+)
 from gymllm_trainers.models.attention_reference import blocked_attention
 
 
@@ -25,8 +29,9 @@ def dense(
     query: Any,
     key: Any,
     value: Any,
-    segments: npt.NDArray[np.int32],
+    ends: npt.NDArray[np.int32],
     *,
+    positions_BT: npt.NDArray[np.int32] | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -37,34 +42,52 @@ def dense(
     if softcap is not None:
         scores = softcap * xp.tanh(scores / softcap)
     order = np.arange(query.shape[1])
-    distance = order[:, None] - order
-    visible = (distance >= 0) & (distance < (window or 10**9))
-    visible = visible & (segments[:, :, None] == segments[:, None, :])
+    visible = (order <= order[:, None]) & (order[:, None] < ends[:, None, :])
+    positions = order[None] if positions_BT is None else positions_BT
+    visible = visible & (positions[:, :, None] - positions[:, None, :] < (window or 10**9))
+    visible = visible | (order == order[:, None])  # padding has something to attend to
     shares = xp.where(visible[:, None], xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     shares = shares / shares.sum(-1, keepdims=True)
     mixed = xp.einsum("bnqk,bknh->bqnh", shares, xp.repeat(value, group, axis=2))
-    return xp.where((segments > 0)[:, :, None, None], mixed, 0.0)
+    return xp.where((ends > 0)[:, :, None, None], mixed, 0.0)
 
 
 class Case(NamedTuple):
     """What is attended to, and how."""
 
     lengths: tuple[tuple[int, ...], ...]
-    """Of the sequences of each row."""
+    """Of the trees of each row."""
     tokens: int
     heads: int = 4
     groups: int = 2
     size: int = 8
     window: int | None = None
     softcap: float | None = None
+    branch: float = 0.0
+    """How likely it is that a token does not follow the one before it."""
 
     @property
-    def segments(self) -> npt.NDArray[np.int32]:
-        rows = np.zeros((len(self.lengths), self.tokens), np.int32)
-        for row, lengths in zip(rows, self.lengths, strict=True):
-            ids = np.repeat(np.arange(len(lengths)) + 1, lengths)
-            row[: len(ids)] = ids
-        return rows
+    def layout(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Ends and positions: trees that grow token by token, each token below one of the path to the
+        last."""
+        rng = np.random.default_rng(self.tokens)
+        ends, positions = np.zeros((2, len(self.lengths), self.tokens), np.int32)
+        for row, lengths in enumerate(self.lengths):
+            start = 0
+            for length in lengths:
+                path: list[int] = []
+                for token in range(start, start + length):
+                    if path and rng.random() < self.branch:
+                        path = path[: rng.integers(1, len(path) + 1)]
+                    path.append(token)
+                    positions[row, token] = len(path) - 1
+                    ends[row, path] = token + 1
+                start += length
+        return ends, positions
+
+    @property
+    def ends(self) -> npt.NDArray[np.int32]:
+        return self.layout[0]
 
     def arrays(self, dtype: Any = np.float32) -> list[jax.Array]:
         """Queries, keys, values and a weight for each result; scores differ by much."""
@@ -76,13 +99,22 @@ class Case(NamedTuple):
         ]
 
     def options(self) -> dict[str, Any]:
-        return {"scale": 0.7, "window": self.window, "softcap": self.softcap}
+        return {
+            "positions_BT": self.layout[1],
+            "scale": 0.7,
+            "window": self.window,
+            "softcap": self.softcap,
+        }
 
 
 SEGMENTS = Case(((37,), (5, 1, 20), ()), 37)
 WINDOW = Case(((37,), (9, 21)), 37, heads=3, groups=3, window=5)
 WINDOW_AND_CAP = Case(((30,), (9, 21)), 33, heads=3, groups=1, window=7, softcap=1.5)
 LONG = Case(((401,), (150, 180)), 401, heads=2, groups=1, window=150, softcap=5.0)
+TREES = Case(((37,), (5, 1, 20), ()), 37, branch=0.3)
+TREES_WINDOW = Case(((37,), (9, 21)), 37, heads=3, groups=3, window=5, branch=0.2)
+TREES_WINDOW_AND_CAP = TREES_WINDOW._replace(groups=1, window=7, softcap=1.5)
+TREES_LONG = LONG._replace(branch=0.02)
 
 Attend = Callable[..., jax.Array]
 
@@ -92,6 +124,10 @@ def by_name(name: Implementation) -> Attend:
         return packed_attention(*arrays[:4], implementation=name, **options)
 
     return attend
+
+
+def splash_without_branches(*arrays: jax.Array, **options: Any) -> jax.Array:
+    return packed_attention(*arrays[:4], implementation="splash", branched=False, **options)
 
 
 def in_blocks(*arrays: jax.Array, **options: Any) -> jax.Array:
@@ -105,7 +141,8 @@ IMPLEMENTATIONS: dict[str, Attend] = {
     "reference": by_name("reference"),
     "blocks": in_blocks,
     "xla": by_name("xla"),
-    "splash": by_name("splash"),
+    "splash": splash_without_branches,
+    "splash, branched": by_name("splash"),
 }
 
 
@@ -113,30 +150,30 @@ IMPLEMENTATIONS: dict[str, Attend] = {
 def expected(case: Case) -> tuple[npt.NDArray[np.float64], list[npt.NDArray[np.float64]]]:
     """The dense lines' values, by NumPy, and their gradients, by JAX; in float64."""
     query, key, value, weight = (np.asarray(x, np.float64) for x in case.arrays())
-    segments, options = case.segments, case.options()
+    ends, options = case.ends, case.options()
     with jax.enable_x64():
 
         @jax.jit
         def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             def total(*arrays: jax.Array) -> jax.Array:
-                return (dense(jnp, *arrays, segments, **options) * weight).sum()
+                return (dense(jnp, *arrays, ends, **options) * weight).sum()
 
             return jax.grad(total, (0, 1, 2))(*arrays)
 
         found = [np.asarray(x) for x in gradients(*map(jnp.asarray, (query, key, value)))]
-    return dense(np, query, key, value, segments, **options), found
+    return dense(np, query, key, value, ends, **options), found
 
 
 def value_and_grad(attend: Attend, case: Case, **options: Any) -> Callable[..., Any]:
     """A program: queries, keys, values and a window to the result and its weighted sum's gradients."""
     *_, weight = case.arrays()
-    segments = jnp.asarray(case.segments)
+    ends = jnp.asarray(case.ends)
 
     @jax.jit
     def program(*arrays: jax.Array, window: jax.Array | None = None) -> tuple[Any, Any]:
         def total(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
             how = case.options() if window is None else case.options() | {"window": window}
-            mixed = attend(*arrays, segments, **how, **options)
+            mixed = attend(*arrays, ends, **how, **options)
             return (mixed * weight).sum(), mixed
 
         gradients, mixed = jax.grad(total, (0, 1, 2), has_aux=True)(*arrays)
@@ -167,6 +204,15 @@ def check(found: tuple[Any, Any], case: Case) -> None:
         ("splash", WINDOW),
         ("splash", WINDOW_AND_CAP),
         pytest.param("splash", LONG, marks=pytest.mark.slow),
+        ("blocks", TREES),
+        ("blocks", TREES_WINDOW),
+        ("blocks", TREES_WINDOW_AND_CAP),
+        ("reference", TREES_LONG),
+        ("xla", TREES),
+        ("xla", TREES_WINDOW),
+        ("splash, branched", TREES),
+        ("splash, branched", TREES_WINDOW_AND_CAP),
+        pytest.param("splash, branched", TREES_LONG, marks=pytest.mark.slow),
     ],
 )
 def test_agrees_with_a_dense_reference(name: str, case: Case) -> None:
@@ -174,15 +220,23 @@ def test_agrees_with_a_dense_reference(name: str, case: Case) -> None:
     check(value_and_grad(IMPLEMENTATIONS[name], case)(query, key, value), case)
 
 
-@pytest.mark.parametrize("name", ["blocks", "xla", "splash"])
-def test_a_window_may_be_traced(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("blocks", TREES_WINDOW),
+        ("xla", TREES_WINDOW),
+        ("splash", WINDOW),
+        ("splash, branched", TREES_WINDOW),
+    ],
+)
+def test_a_window_may_be_traced(name: str, case: Case) -> None:
     """As where layers with and without one are scanned."""
-    options = {} if name == "blocks" else {"local_window": 5}
-    query, key, value, _ = WINDOW.arrays()
-    program = value_and_grad(IMPLEMENTATIONS[name], WINDOW, **options)
+    options = {"local_window": 5} if name == "splash" else {}
+    query, key, value, _ = case.arrays()
+    program = value_and_grad(IMPLEMENTATIONS[name], case, **options)
     for size in (5, 2**31 - 1):
         found = program(query, key, value, window=jnp.int32(size))
-        check(found, WINDOW._replace(window=5 if size == 5 else None))
+        check(found, case._replace(window=5 if size == 5 else None))
 
 
 def test_by_hand() -> None:
@@ -191,16 +245,35 @@ def test_by_hand() -> None:
     key = jnp.array([0.0, np.log(3), 7.0]).reshape(1, 3, 1, 1)
     value = jnp.array([4.0, 8.0, 100.0]).reshape(1, 3, 1, 1)
     attend = jax.jit(functools.partial(packed_attention, scale=1.0))
-    mixed = attend(query, key, value, jnp.array([[1, 1, 2]]))
+    mixed = attend(query, key, value, jnp.array([[2, 2, 3]]))
     np.testing.assert_allclose(mixed.ravel(), [4, 7, 100], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["blocks", "xla", "splash"])
-def test_bfloat16(name: str) -> None:
-    query, key, value, _ = SEGMENTS.arrays(jnp.bfloat16)
-    mixed, gradients = value_and_grad(IMPLEMENTATIONS[name], SEGMENTS)(query, key, value)
+def test_a_fork_by_hand() -> None:
+    """The third token is below the first, as the second is: they don't see each other."""
+    query = jnp.ones((1, 3, 1, 1))
+    key = jnp.array([0.0, 50.0, np.log(3)]).reshape(1, 3, 1, 1)
+    value = jnp.array([4.0, 100.0, 8.0]).reshape(1, 3, 1, 1)
+    attend = jax.jit(functools.partial(packed_attention, scale=1.0))
+    mixed = attend(query, key, value, jnp.array([[3, 2, 3]]))
+    np.testing.assert_allclose(mixed.ravel(), [4, 100, 7], rtol=1e-6)
+
+
+def test_ends_of_segments_by_hand() -> None:
+    segments = jnp.array([[3, 3, 1, 2, 2, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+    expected = [[2, 2, 3, 5, 5, 0], [0] * 6, [6] * 6]
+    np.testing.assert_array_equal(ends_of_segments(segments), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("blocks", TREES), ("xla", TREES), ("splash", SEGMENTS), ("splash, branched", TREES)],
+)
+def test_bfloat16(name: str, case: Case) -> None:
+    query, key, value, _ = case.arrays(jnp.bfloat16)
+    mixed, gradients = value_and_grad(IMPLEMENTATIONS[name], case)(query, key, value)
     assert {x.dtype for x in (mixed, *gradients)} == {jnp.dtype(jnp.bfloat16)}
-    wide, others = expected(SEGMENTS)
+    wide, others = expected(case)
     # bfloat16 keeps 8 bits, and the arguments were rounded to it as well.
     np.testing.assert_allclose(np.asarray(mixed, np.float64), wide, atol=6e-2)
     for found, other in zip(gradients, others, strict=True):
@@ -208,14 +281,15 @@ def test_bfloat16(name: str) -> None:
         assert np.sqrt(np.mean(error**2)) < 0.02 * np.sqrt(np.mean(other**2))
 
 
-def test_segment_ids_may_come_in_any_order() -> None:
+def test_ends_need_not_be_a_tree() -> None:
     case = Case(((40,),), 40)
     query, key, value, _ = case.arrays()
-    segments = np.random.default_rng(0).integers(1, 4, size=(1, 40)).astype(np.int32)
+    ends = np.arange(1, 41) + np.random.default_rng(0).integers(0, 20, size=(1, 40))
+    ends = np.minimum(ends, 40).astype(np.int32)
     attend = jax.jit(functools.partial(in_blocks, scale=0.7))
-    mixed = attend(query, key, value, jnp.asarray(segments))
+    mixed = attend(query, key, value, jnp.asarray(ends))
     wide = [np.asarray(x, np.float64) for x in (query, key, value)]
-    np.testing.assert_allclose(mixed, dense(np, *wide, segments, scale=0.7), atol=1e-5)
+    np.testing.assert_allclose(mixed, dense(np, *wide, ends, scale=0.7), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["reference", "xla"])
@@ -223,41 +297,43 @@ def test_a_packed_sequence_is_what_it_is_alone(name: Implementation) -> None:
     case = Case(((11, 13, 6),), 37)
     query, key, value, _ = case.arrays()
     attend = jax.jit(functools.partial(packed_attention, scale=0.7, implementation=name))
-    together = attend(query, key, value, jnp.asarray(case.segments))
+    together = attend(query, key, value, jnp.asarray(case.ends))
     cut = (x[:, 11:24] for x in (query, key, value))
-    alone = attend(*cut, jnp.ones((1, 13), jnp.int32))
+    alone = attend(*cut, jnp.full((1, 13), 13))
     np.testing.assert_allclose(together[:, 11:24], alone, atol=1e-6)
 
 
 def test_blocks_out_of_reach_are_not_looked_at() -> None:
     """What is computed from them would not be a number."""
     query, key, value, _ = Case(((64,),), 64).arrays()
-    poisoned = [x.at[:, :16].set(jnp.nan) for x in (key, value)]
-    segments = jnp.repeat(jnp.array([[1, 2]]), jnp.array([16, 48]), axis=1)
+    poisoned = [x.at[:, 16:32].set(jnp.nan) for x in (key, value)]
 
     @jax.jit
     @jax.value_and_grad
-    def total(query: jax.Array, segments: jax.Array, window: jax.Array) -> jax.Array:
-        mixed = blocked_attention(query, *poisoned, segments, scale=0.7, window=window, block=8)
-        return mixed[:, 32:].sum()
+    def total(query: jax.Array, ends: jax.Array, window: jax.Array) -> jax.Array:
+        mixed = blocked_attention(query, *poisoned, ends, scale=0.7, window=window, block=8)
+        return mixed[:, 48:].sum()
 
-    for other, window in ((segments, 64), (jnp.ones_like(segments), 9)):
-        result, gradient = total(query, other, jnp.int32(window))
+    # A trunk of 16 tokens with branches of 16, 16 and 16: the last one skips what is in between.
+    tree = jnp.repeat(jnp.array([[64, 32, 48, 64]]), 16, axis=1)
+    whole = jnp.full((1, 64), 64)
+    for ends, window in ((tree, 64), (whole, 9)):
+        result, gradient = total(query, ends, jnp.int32(window))
         assert jnp.isfinite(result)
-        assert jnp.isfinite(gradient[:, 32:]).all()
-    # All of one segment, they are looked at.
-    assert jnp.isnan(total(query, jnp.ones_like(segments), jnp.int32(64))[0])
+        assert jnp.isfinite(gradient[:, 48:]).all()
+    # All of one sequence, they are looked at.
+    assert jnp.isnan(total(query, whole, jnp.int32(64))[0])
 
 
 def test_memory_is_linear_in_tokens() -> None:
     def held(tokens: int) -> int:
         x = jax.ShapeDtypeStruct((1, tokens, 2, 8), jnp.float32)
-        segments = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+        ends = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
-        def total(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array) -> jax.Array:
-            return packed_attention(query, key, value, ids, scale=1.0).sum()
+        def total(query: jax.Array, key: jax.Array, value: jax.Array, ends: jax.Array) -> jax.Array:
+            return packed_attention(query, key, value, ends, scale=1.0).sum()
 
-        program = jax.jit(jax.grad(total, (0, 1, 2))).lower(x, x, x, segments).compile()
+        program = jax.jit(jax.grad(total, (0, 1, 2))).lower(x, x, x, ends).compile()
         analysis = program.memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes
@@ -268,22 +344,25 @@ def test_memory_is_linear_in_tokens() -> None:
 
 
 def test_works_under_vmap_and_remat() -> None:
-    query, key, value, weight = WINDOW.arrays()
-    segments = jnp.asarray(WINDOW.segments)
+    case = TREES_WINDOW
+    query, key, value, weight = case.arrays()
+    ends, positions = map(jnp.asarray, case.layout)
 
     @jax.jit
     @jax.vmap
-    def gradients(weight: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
+    def gradients(
+        weight: jax.Array, ends: jax.Array, positions: jax.Array, *rows: jax.Array
+    ) -> tuple[jax.Array, ...]:
         @jax.checkpoint
         def total(*arrays: jax.Array) -> jax.Array:
-            mixed = in_blocks(*arrays, *rows[3:], **WINDOW.options())
-            return (mixed * weight).sum()
+            options = case.options() | {"positions_BT": positions}
+            return (in_blocks(*arrays, ends, **options) * weight).sum()
 
-        return jax.grad(total, (0, 1, 2))(*rows[:3])
+        return jax.grad(total, (0, 1, 2))(*rows)
 
     # Each row as a batch of its own, so that loops of different lengths are batched.
-    rows = [x[:, None] for x in (weight, query, key, value, segments)]
-    for found, other in zip(gradients(*rows), expected(WINDOW)[1], strict=True):
+    rows = [x[:, None] for x in (weight, ends, positions, query, key, value)]
+    for found, other in zip(gradients(*rows), expected(case)[1], strict=True):
         np.testing.assert_allclose(found[:, 0], other, atol=1e-4)
 
 
@@ -296,11 +375,16 @@ SHARDED = """
 
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(4, 24, n, 8)), jnp.float32) for n in (4, 2, 2))
-    segments = jnp.asarray(np.sort(rng.integers(0, 4, size=(4, 24))), jnp.int32)
+    # A trunk of 6 tokens with two branches, a sequence, and padding; a different one in each row.
+    ends = [[20 + row] * 6 + [10 + row] * (4 + row) + [20 + row] * 10 + [0] * (4 - row)
+            for row in range(4)]
+    depths = [[*range(10 + row), *range(6, 16), *[0] * (4 - row)] for row in range(4)]
+    ends, depths = jnp.asarray(ends), jnp.asarray(depths)
 
     def gradients(name, window):
         def total(query, key, value):
-            mixed = packed_attention(query, key, value, segments, scale=0.5, window=window,
+            mixed = packed_attention(query, key, value, ends, positions_BT=depths, scale=0.5,
+                                     window=window,
                                      local_window=5, implementation=name)
             return jnp.sin(mixed).sum()
         return jax.jit(jax.grad(total, (0, 1, 2)))
@@ -343,7 +427,10 @@ def test_a_mesh_changes_nothing() -> None:
     [
         ({"implementation": "cudnn"}, "cuDNN needs an NVIDIA GPU"),
         ({"implementation": "xla", "softcap": 2.0}, "has no soft cap, and softcap is 2.0"),
-        ({"implementation": "splash", "window": jnp.int32(4)}, "local_window where window is"),
+        (
+            {"implementation": "splash", "window": jnp.int32(4), "branched": False},
+            "local_window where window is",
+        ),
         ({"implementation": "flash"}, "Unknown attention implementation 'flash'"),
         ({"window": 0}, "window must be >= 1 token, got 0"),
         ({"local_window": -1}, "local_window must be >= 1 token, got -1"),
@@ -353,10 +440,10 @@ def test_a_mesh_changes_nothing() -> None:
 def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:
     query, key, value, _ = Case(((5,),), 5).arrays()
     with pytest.raises(ConfigError, match=message):
-        packed_attention(query, key, value, jnp.ones((1, 5), jnp.int32), scale=1.0, **options)
+        packed_attention(query, key, value, jnp.full((1, 5), 5), scale=1.0, **options)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     query, key, value, _ = Case(((5,),), 5, heads=3, groups=2).arrays()
     with pytest.raises(ConfigError, match="multiple of key-value heads, got 3 and 2"):
-        packed_attention(query, key, value, jnp.ones((1, 5), jnp.int32), scale=1.0)
+        packed_attention(query, key, value, jnp.full((1, 5), 5), scale=1.0)

@@ -34,8 +34,8 @@ def alone(decoder: Decoder, ids: np.ndarray) -> np.ndarray:
     length = max(LENGTH, len(ids))
     row = np.zeros((1, length), np.int32)
     row[0, : len(ids)] = ids
-    segments = (np.arange(length) < len(ids)).astype(np.int32)[None]
-    return np.asarray(hidden(decoder, row, np.arange(length)[None], segments))[0, : len(ids)]
+    ends = np.where(np.arange(length) < len(ids), len(ids), 0).astype(np.int32)[None]
+    return np.asarray(hidden(decoder, row, np.arange(length)[None], ends))[0, : len(ids)]
 
 
 def test_packed_sequences_do_not_see_each_other(decoder: Decoder) -> None:
@@ -47,18 +47,18 @@ def test_packed_sequences_do_not_see_each_other(decoder: Decoder) -> None:
         (
             sequences,
             [np.arange(len(s)) for s in sequences],
-            [np.full(len(s), number) for number, s in enumerate(sequences, 1)],
+            [np.full(len(s), end) for s, end in zip(sequences, (9, 13, 21), strict=True)],
         ),
         strict=True,
     ):
         array[: 9 + 4 + 8] = np.concatenate(parts)
-    ids, positions, segments = (part[None] for part in row)
-    packed = np.asarray(hidden(decoder, ids, positions, segments))[0]
+    ids, positions, ends = (part[None] for part in row)
+    packed = np.asarray(hidden(decoder, ids, positions, ends))[0]
     expected = np.concatenate([alone(decoder, sequence) for sequence in sequences])
     np.testing.assert_allclose(packed[: 9 + 4 + 8], expected, atol=1e-5)
     # And padding is seen by nobody.
     ids[0, 21:] = 7
-    again = np.asarray(hidden(decoder, ids, positions, segments))[0, :21]
+    again = np.asarray(hidden(decoder, ids, positions, ends))[0, :21]
     np.testing.assert_array_equal(again, packed[:21])
 
 
@@ -158,7 +158,7 @@ def test_recomputed_activations_give_the_same_gradient(
         @jax.jit
         @jax.grad
         def gradient(state: nnx.State, graph: nnx.GraphDef = graph) -> jax.Array:
-            out = nnx.merge(graph, state).hidden(ids, ids, jnp.ones_like(ids))
+            out = nnx.merge(graph, state).hidden(ids, ids, jnp.full_like(ids, 8))
             return jnp.sum(jnp.sin(out))
 
         gradients.append(jax.tree.leaves(gradient(state)))

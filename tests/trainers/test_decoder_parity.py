@@ -40,7 +40,7 @@ def family(name: str) -> Decoder:
 def logits(decoder: Decoder, ids: np.ndarray) -> np.ndarray:
     ids_BT = jnp.asarray(ids, jnp.int32)
     positions_BT = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
-    out = hidden(decoder, ids_BT, positions_BT, jnp.ones_like(ids_BT))
+    out = hidden(decoder, ids_BT, positions_BT, jnp.full_like(ids_BT, ids_BT.shape[1]))
     return np.asarray(decoder.logits(out))
 
 
@@ -62,12 +62,12 @@ def test_packed_sequences_agree_with_each_alone(name: str) -> None:
     padding = tokens - first - second
     row = np.concatenate([ids[1, :first], ids[0, :second], ids[0, :padding]])
     positions = np.concatenate([np.arange(first), np.arange(second), np.arange(padding)])
-    segments = np.repeat([1, 2, 0], [first, second, padding])
+    ends = np.repeat([first, first + second, 0], [first, second, padding])
     # The other row is one sequence.
     batch = [
         np.stack(pair).astype(np.int32) for pair in ((row, ids[0]), (positions, np.arange(tokens)))
     ]
-    out = hidden(family(name), *batch, np.stack([segments, np.ones(tokens)]).astype(np.int32))
+    out = hidden(family(name), *batch, np.stack([ends, np.full(tokens, tokens)]).astype(np.int32))
     ours, whole = np.asarray(family(name).logits(out))
     np.testing.assert_allclose(ours[:first], recorded["logits"][1, :first], atol=1e-4, rtol=0)
     packed = ours[first : first + second]

@@ -166,7 +166,7 @@ def trained_logprobs(
 ) -> jax.Array:
     """Log-probability of each token of a sequence given those before it, as the learner has it."""
     count = jnp.arange(LENGTH)[None]
-    hidden = decoder.hidden(ids[None], count, jnp.ones_like(count))[0]
+    hidden = decoder.hidden(ids[None], count, jnp.full_like(count, count.size))[0]
     target = jnp.roll(ids, -1)
     statistics = token_statistics(
         hidden, decoder.head_DV, target, jnp.roll(mask, -1), temperature=temperature, chunk=32
@@ -207,7 +207,7 @@ async def test_greedy_is_the_models_likeliest_token(
 
 def _hidden(decoder: Decoder, ids: jax.Array) -> jax.Array:
     count = jnp.arange(LENGTH)[None]
-    return decoder.hidden(ids[None], count, jnp.ones_like(count))[0]
+    return decoder.hidden(ids[None], count, jnp.full_like(count, count.size))[0]
 
 
 @pytest.mark.asyncio

@@ -87,7 +87,8 @@ class Reference:
 
         def logits(decoder: Decoder, ids_BT: jax.Array) -> jax.Array:
             position_BT = jnp.broadcast_to(jnp.arange(LENGTH), ids_BT.shape)
-            return decoder.logits(decoder.hidden(ids_BT, position_BT, jnp.ones_like(ids_BT)))
+            ends_BT = jnp.full_like(ids_BT, ids_BT.shape[1])
+            return decoder.logits(decoder.hidden(ids_BT, position_BT, ends_BT))
 
         self._compiled = nnx.jit(logits)
         self._logits([[0]], 0)

@@ -444,7 +444,9 @@ def test_gemma_3_agrees_with_transformers_and_its_own_tokenizer(tmp_path: Path) 
     assert ids_BT.shape[1] > model.config.sliding_window
     positions_BT = jnp.arange(ids_BT.shape[1])[None]
     decoder = model.decoder()
-    hidden = nnx.jit(Decoder.hidden)(decoder, ids_BT, positions_BT, jnp.ones_like(ids_BT))
+    hidden = nnx.jit(Decoder.hidden)(
+        decoder, ids_BT, positions_BT, jnp.full_like(ids_BT, ids_BT.shape[1])
+    )
     ours = np.asarray(decoder.logits(hidden[0, recorded["positions"]]))
     # Logits of up to 23 after 845 tokens. Beside float64, transformers' float32 is off by 2.4e-4 here
     # and ours by 1.1e-4.

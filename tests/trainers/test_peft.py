@@ -37,7 +37,8 @@ def adapted(name: str) -> Decoder:
 @nnx.jit
 def compute(decoder: Decoder, ids_BT: jax.Array) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
-    return decoder.logits(decoder.hidden(ids_BT, positions, jnp.ones_like(ids_BT)))
+    ends_BT = jnp.full_like(ids_BT, ids_BT.shape[1])
+    return decoder.logits(decoder.hidden(ids_BT, positions, ends_BT))
 
 
 def logits(decoder: Decoder, ids_BT: np.ndarray) -> np.ndarray:

@@ -354,9 +354,10 @@ class Learner:
     def _loss(self, trainable: Tree, frozen: Tree, batch: PackedBatch) -> tuple[Array, Sums]:
         config = self.config
         decoder = nnx.merge(self._graph, trainable, frozen)
-        hidden = decoder.hidden(
-            jnp.asarray(batch.ids), jnp.asarray(batch.positions), jnp.asarray(batch.segments)
-        )
+        ids_BT = jnp.asarray(batch.ids)
+        hidden = decoder.hidden(ids_BT, jnp.asarray(batch.positions), jnp.asarray(batch.ends))
+        # A token's log-probability comes from its parent.
+        hidden = jnp.take_along_axis(hidden, jnp.asarray(batch.parent)[:, :, None], axis=1)
         mask_T = jnp.asarray(batch.mask).reshape(-1)
         behaviour_T = jnp.asarray(batch.behaviour).reshape(-1)
         advantage_T = jnp.asarray(batch.advantage).reshape(-1)
@@ -364,14 +365,22 @@ class Learner:
         statistics = token_statistics(
             hidden.reshape(-1, hidden.shape[-1]),
             (decoder.embedding if tied else decoder.head)[...],
-            jnp.asarray(batch.target).reshape(-1),
-            mask_T,
+            ids_BT.reshape(-1),
+            jnp.asarray(batch.wanted).reshape(-1),
             tied=tied,
             temperature=self._temperature,
             softcap=decoder.config.final_softcap,
             chunk=config.head_chunk,
         )
-        logprob_T = statistics.logprob
+
+        def of_targets(tokens_T: Array) -> Array:
+            return jnp.take_along_axis(
+                tokens_T.reshape(ids_BT.shape), jnp.asarray(batch.node), axis=1
+            ).reshape(-1)
+
+        # 0 where there is no target, as it is where none is wanted.
+        logprob_T = of_targets(statistics.logprob) * mask_T
+        entropy_T = of_targets(statistics.entropy)
         # One optimizer step per batch: the policy at the start of the update is the policy itself.
         current_T = jax.lax.stop_gradient(logprob_T)
         decoupled = config.correction == "decoupled" and config.loss == "ppo_clip"
@@ -397,7 +406,7 @@ class Learner:
             loss=total,
             clipped_low=jnp.sum(token.clipped_low * mask_T),
             clipped_high=jnp.sum(token.clipped_high * mask_T),
-            entropy=jnp.sum(statistics.entropy * mask_T),
+            entropy=jnp.sum(entropy_T * mask_T),
             kl=jnp.sum(jnp.exp(gap_T) - 1 - gap_T),
             gap=jnp.sum(jnp.abs(gap_T)),
             gap_max=jnp.max(jnp.abs(gap_T)),

@@ -1,143 +1,396 @@
-"""Sequences of any length into rows of one length: no sequence is padded to a maximum.
+"""Sequences of any length into rows of few lengths: none is padded to a maximum, and what rows share they
+share.
 
-Axes: B rows, T tokens of a row. Target-side arrays are shifted here, once: position j holds what is
-predicted *from* token j, so the loss never looks across a row's end or from one sequence into another.
+Axes: B rows, T tokens of a row, and as many targets. Sequences of one row that begin alike are a tree in it
+    (`tree.py`), whoever made them: members of a group, turns of a conversation, or tasks with the same
+    system prompt. So packing is a choice of the sequences of each row, and what a sequence costs depends on
+    who is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gymllm.errors import ConfigError
+from gymllm_trainers.tree import Leaf as Leaf
+from gymllm_trainers.tree import TrainingSequence as TrainingSequence
+from gymllm_trainers.tree import grow, leaf, shared_with_last
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainingSequence:
-    """One segment, ready to be trained on. All arrays have shape [N], N >= 2."""
-
-    ids: npt.NDArray[np.int32]
-    mask: npt.NDArray[np.float32]
-    """1 where the token is trained on. The first token can't be: nothing predicts it."""
-    behaviour: npt.NDArray[np.float32]
-    """The engine's log-probability (nats)."""
-    advantage: npt.NDArray[np.float32]
-
-    def __len__(self) -> int:
-        return len(self.ids)
+_Ints = npt.NDArray[np.int32]
+_Floats = npt.NDArray[np.float32]
+_CUTS = 4
+"""At how many places the run of sequences that a row begins with is tried to end."""
 
 
 class PackedBatch(NamedTuple):
-    """Rows of packed sequences; all arrays have shape [B, T]."""
+    """Rows of trees; all arrays have shape [B, T]. A target is a token that some sequence trains on: there
+    may be several of one token, and they stand at the front of their row, in no relation to where tokens
+    are."""
 
-    ids: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.int32]
-    """Position in the token's own sequence."""
-    segments: npt.NDArray[np.int32]
-    """From 1 in each row; 0 is padding."""
-    target: npt.NDArray[np.int32]
-    """The token that follows in the same sequence."""
-    mask: npt.NDArray[np.float32]
-    """1 where the target is trained on."""
-    behaviour: npt.NDArray[np.float32]
-    advantage: npt.NDArray[np.float32]
+    ids: _Ints
+    positions: _Ints
+    """Of a token: its depth in its tree."""
+    ends: _Ints
+    """Of a token: index in the row after its last descendant; 0 is padding."""
+    parent: _Ints
+    """Of a token: index in the row of the token before; a root's own."""
+    wanted: _Floats
+    """1 where some sequence trains on the token, never a root."""
+    node: _Ints
+    """Of a target: index in the row of the token that is trained on."""
+    mask: _Floats
+    """1 where there is a target."""
+    behaviour: _Floats
+    """Of a target, as are all that follow: the engine's log-probability, nats."""
+    advantage: _Floats
+    weight: _Floats
+    age: _Floats
+    sequence: _Ints
+    """Number of the target's sequence in its row, from 0."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that are not padding."""
-        return int((self.segments > 0).sum())
+        """Tokens that are computed and not padding."""
+        return int((self.ends > 0).sum())
 
     @property
     def trained(self) -> int:
-        """Tokens that are trained on."""
+        """Targets."""
         return int(self.mask.sum())
+
+    @property
+    def unshared(self) -> int:
+        """Tokens that the sequences would have if each were on its own."""
+        rows, targets = np.nonzero(self.mask)
+        # A sequence ends with its last target.
+        lengths = np.zeros(self.ids.shape, np.int64)
+        depths = self.positions[rows, self.node[rows, targets]] + 1
+        np.maximum.at(lengths, (rows, self.sequence[rows, targets]), depths)
+        return int(lengths.sum())
+
+    @property
+    def padding_share(self) -> float:
+        """Share of what is computed that is padding."""
+        return 1 - self.tokens / self.ids.size
+
+    @property
+    def shared_share(self) -> float:
+        """Share of the sequences' tokens that are not computed, as others have computed them."""
+        return 1 - self.tokens / max(self.unshared, 1)
 
 
 class Packer:
     """Collects sequences as they come; gives a micro-batch when one is full.
 
-    Everything that waits is packed anew with each arrival (first fit, longest first); when that takes more
-    rows than a micro-batch has, the fullest rows are given out and the rest waits. What is computed never
-    depends on the packing, only the padding does.
+    Everything that waits is packed anew with each arrival; when that takes more rows than a micro-batch
+    has, they are given out and the rest waits. A row begins with the oldest and those that share most with
+    it, and is filled up with what then leaves least to be computed. What is computed never depends on the
+    packing, only how often it is.
     """
 
-    def __init__(self, *, rows: int, length: int) -> None:
-        if rows < 1 or length < 2:
-            raise ConfigError(
-                f"a micro-batch needs rows >= 1 and length >= 2, got {rows} x {length}."
-            )
-        self._rows, self._length = rows, length
-        self._waiting: list[TrainingSequence] = []
+    def __init__(
+        self,
+        *,
+        rows: int,
+        length: int,
+        share: bool = True,
+        smaller: Sequence[tuple[int, int]] = (),
+        parts: int = 1,
+    ) -> None:
+        """Makes an empty one.
+
+        Args:
+            rows: Rows of a micro-batch.
+            length: Tokens of a row.
+            share: Whether sequences of a row that begin alike are a tree; else they lie side by side.
+            smaller: Other (rows, tokens) that a micro-batch may have when what is left doesn't fill one;
+                see `smaller_shapes`.
+            parts: Parts of rows, one after another, that are computed at the same time, and so should have as
+                much to do: devices that divide rows.
+
+        Raises:
+            ConfigError: A size below 1, or rows that parts don't divide.
+        """
+        for shape in ((rows, length), *smaller):
+            if shape[0] < 1 or shape[1] < 2:
+                raise ConfigError(
+                    f"a micro-batch needs rows >= 1 and length >= 2, got {shape[0]} x {shape[1]}."
+                )
+            if parts < 1 or shape[0] % parts:
+                raise ConfigError(
+                    f"rows of a micro-batch must be a multiple of the {parts} parts that they are "
+                    f"divided into, got {shape[0]}."
+                )
+        self._share, self._parts = share, parts
+        self._shapes = [(rows, length), *sorted(set(smaller), key=np.prod, reverse=True)]
+        self._waiting: list[Leaf] = []
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, tokens) that micro-batches have, the usual one first: what to compile for."""
+        return list(self._shapes)
 
     def add(self, sequences: Iterable[TrainingSequence]) -> Iterator[PackedBatch]:
-        """Takes sequences; yields every micro-batch that this fills.
+        """Takes sequences; yields every micro-batch that this fills. One without a trained token is left out.
 
         Raises:
             ConfigError: A sequence is longer than a row.
         """
+        rows, length = self._shapes[0]
         for sequence in sequences:
-            if len(sequence) > self._length:
+            one = leaf(sequence)
+            if one is None:
+                continue
+            if len(one.ids) > length:
                 raise ConfigError(
-                    f"a sequence of {len(sequence)} tokens does not fit in a row of {self._length}: set "
+                    f"a sequence of {len(one.ids)} tokens does not fit in a row of {length}: set "
                     f"learner.row_tokens >= engine.context_length."
                 )
-            self._waiting.append(sequence)
-        while len(bins := self._bins()) > self._rows:
-            yield self._take(bins)
+            self._waiting.append(one)
+        while (plan := self._plan(rows, length)).rest:
+            yield self._take(plan, length)
 
     def flush(self) -> Iterator[PackedBatch]:
-        """Yields what is left, if anything is."""
-        if self._waiting:
-            yield self._take(self._bins())
+        """Yields what is left, if anything is, in the smallest shape that holds it."""
+        if not self._waiting:
+            return
+        longest = max(len(one.ids) for one in self._waiting)
+        for rows, length in self._shapes[:0:-1]:
+            if longest <= length and not (plan := self._plan(rows, length)).rest:
+                yield self._take(plan, length)
+                return
+        rows, length = self._shapes[0]
+        yield self._take(self._plan(rows, length), length)
 
-    def _bins(self) -> list[list[TrainingSequence]]:
-        """What waits, in as few rows as first fit finds; the fullest first."""
-        bins: list[list[TrainingSequence]] = []
-        room: list[int] = []
-        for sequence in sorted(self._waiting, key=len, reverse=True):
-            fit = next((row for row, left in enumerate(room) if left >= len(sequence)), None)
-            if fit is None:
-                fit = len(bins)
-                bins.append([])
-                room.append(self._length)
-            bins[fit].append(sequence)
-            room[fit] -= len(sequence)
-        return [bins[row] for row in sorted(range(len(bins)), key=lambda row: room[row])]
+    def _plan(self, rows: int, length: int) -> _Plan:
+        rest = _Waiting(self._waiting, share=self._share)
+        plan: list[list[Leaf]] = []
+        while rest.leaves and len(plan) < rows:
+            chosen, rest = rest.fill(length)
+            plan.append(chosen)
+        return _Plan(plan + [[] for _ in range(rows - len(plan))], rest.leaves)
 
-    def _take(self, bins: list[list[TrainingSequence]]) -> PackedBatch:
-        rows, rest = bins[: self._rows], bins[self._rows :]
-        self._waiting = [sequence for row in rest for sequence in row]
-        empty: list[list[TrainingSequence]] = [[] for _ in range(self._rows - len(rows))]
-        return pack_rows(rows + empty, length=self._length)
+    def _take(self, plan: _Plan, length: int) -> PackedBatch:
+        kept = set(map(id, plan.rest))
+        self._waiting = [one for one in self._waiting if id(one) in kept]
+        batch = _lay_out(plan.rows, length=length, share=self._share)
+        order = balance(_work(batch), self._parts)
+        return PackedBatch._make(field[order] for field in batch)
 
 
-def pack_rows(rows: list[list[TrainingSequence]], *, length: int) -> PackedBatch:
-    """Lays each list of sequences side by side in one row of `length` tokens."""
+class _Plan(NamedTuple):
+    rows: list[list[Leaf]]
+    rest: list[Leaf]
+
+
+class _Waiting:
+    """Sequences in the order of their ids, where those that share most are neighbours."""
+
+    def __init__(self, leaves: Sequence[Leaf], *, share: bool) -> None:
+        """Sorts leaves, which come in the order of their arrival."""
+        order = sorted(range(len(leaves)), key=lambda number: leaves[number].key)
+        self.leaves = [leaves[number] for number in order]
+        self._age = order
+        self._share = share
+        self._length = [len(one.ids) for one in self.leaves]
+        self._targets = [len(one.trained) for one in self.leaves]
+        same = shared_with_last(self.leaves) if share else [0] * len(self.leaves)
+        self._same = [*same, 0]
+        """Tokens shared with the sequence before; a 0 for what would come after the last."""
+
+    def fill(self, length: int) -> tuple[list[Leaf], _Waiting]:
+        """A row's sequences, and those that are left."""
+        run = self._run(length)
+        # What a row holds besides its run depends on where that ends: a cut between those that share little,
+        # or one that leaves a gap which others fill.
+        tries = [
+            self._topped_up(run[: len(run) - cut], length) for cut in range(min(_CUTS, len(run)))
+        ]
+        chosen = min(tries, key=lambda each: self._size(set(range(len(self.leaves))) - set(each)))
+        taken = set(chosen)
+        left = [number for number in range(len(self.leaves)) if number not in taken]
+        left.sort(key=lambda number: self._age[number])
+        rest = _Waiting([self.leaves[number] for number in left], share=self._share)
+        return [self.leaves[number] for number in sorted(chosen)], rest
+
+    def _run(self, length: int) -> list[int]:
+        """The oldest, and those after it while they fit."""
+        run: list[int] = []
+        size = targets = 0
+        for number in range(self._age.index(0), len(self.leaves)):
+            size += self._length[number] - (self._same[number] if run else 0)
+            targets += self._targets[number]
+            if size > length or targets > length:
+                break
+            run.append(number)
+        return run
+
+    def _topped_up(self, run: list[int], length: int) -> list[int]:
+        """A row with this run and what fits in best besides."""
+        row = set(run)
+        targets = sum(self._targets[number] for number in row)
+        while len(row) < len(self.leaves):
+            room = length - self._size(row)
+            inside, outside = self._nearest(row), self._nearest(set(range(len(self.leaves))) - row)
+            free = [number for number in range(len(self.leaves)) if number not in row]
+            costs = [self._length[number] - inside[number] for number in free]
+            # What is no more to be computed when it is gone from those that wait.
+            gains = [self._length[number] - outside[number] for number in free]
+            added = 0
+            for index in _knapsack(costs, gains, room):
+                number = free[index]
+                if targets + self._targets[number] <= length:
+                    targets += self._targets[number]
+                    row.add(number)
+                    added += 1
+            if not added:
+                break
+        return list(row)
+
+    def _size(self, numbers: set[int]) -> int:
+        """Tokens of the trees of some of them."""
+        size = same = 0
+        for number, length in enumerate(self._length):
+            same = min(same, self._same[number])
+            if number in numbers:
+                size += length - same
+                same = length
+        return size
+
+    def _nearest(self, numbers: set[int]) -> list[int]:
+        """Of each, how many tokens it shares with those that it shares most with among others."""
+        count = len(self.leaves)
+        found = [0] * count
+        same = 0
+        for number in range(count):
+            same = min(same, self._same[number])
+            found[number] = same
+            if number in numbers:
+                same = self._length[number]
+        same = 0
+        for number in range(count - 1, -1, -1):
+            same = min(same, self._same[number + 1])
+            found[number] = max(found[number], same)
+            if number in numbers:
+                same = self._length[number]
+        return found
+
+
+def _knapsack(costs: list[int], gains: list[int], room: int) -> list[int]:
+    """Indices of those that gain most and cost no more than the room, by dynamic programming.
+
+    What costs nothing is always among them.
+    """
+    free = [index for index, cost in enumerate(costs) if cost == 0]
+    fitting = [index for index, cost in enumerate(costs) if 0 < cost <= room]
+    if sum(costs[index] for index in fitting) <= room:
+        return free + fitting
+    best = np.zeros(room + 1, np.int64)
+    better: list[npt.NDArray[np.bool_]] = []
+    for index in fitting:
+        cost = costs[index]
+        with_it = best[:-cost] + gains[index]
+        better.append(with_it > best[cost:])
+        best[cost:] = np.maximum(best[cost:], with_it)
+    chosen: list[int] = []
+    for index, taken in zip(reversed(fitting), reversed(better), strict=True):
+        cost = costs[index]
+        if room >= cost and taken[room - cost]:
+            chosen.append(index)
+            room -= cost
+    return free + chosen
+
+
+def pack_rows(
+    rows: Sequence[Sequence[TrainingSequence]], *, length: int, share: bool = True
+) -> PackedBatch:
+    """Lays out each list of sequences in one row of `length` tokens; those without a target are left out.
+
+    Raises:
+        ConfigError: They don't fit.
+    """
+    leaves = [[one for each in row if (one := leaf(each)) is not None] for row in rows]
+    return _lay_out(leaves, length=length, share=share)
+
+
+def smaller_shapes(
+    rows: int, length: int, *, row_multiple: int = 1, count: int = 2
+) -> list[tuple[int, int]]:
+    """Shapes of a half, a quarter and so on of a micro-batch: fewer rows, or shorter ones where rows can't be
+    halved.
+
+    Args:
+        rows: Rows of a whole one.
+        length: Tokens of a row.
+        row_multiple: What rows must be a multiple of: devices that divide them.
+        count: How many shapes.
+    """
+    found: list[tuple[int, int]] = []
+    for _ in range(count):
+        if rows % (2 * row_multiple) == 0:
+            rows //= 2
+        else:
+            length //= 2
+        if length >= 2:
+            found.append((rows, length))
+    return found
+
+
+def balance(work_B: npt.NDArray[np.float64], parts: int) -> list[int]:
+    """An order of rows in which parts of equal numbers of rows, one after another, have about as much work.
+
+    The heaviest row goes first, each to the part with the least work so far that has a place left (Graham
+    1969, "Bounds on multiprocessing timing anomalies").
+    """
+    places = len(work_B) // parts
+    chosen: list[list[int]] = [[] for _ in range(parts)]
+    sums = [0.0] * parts
+    for row in np.argsort(-work_B, kind="stable").tolist():
+        part = min(
+            (part for part in range(parts) if len(chosen[part]) < places),
+            key=lambda part: sums[part],
+        )
+        chosen[part].append(row)
+        sums[part] += float(work_B[row])
+    return [row for part in chosen for row in part]
+
+
+def _work(batch: PackedBatch) -> npt.NDArray[np.float64]:
+    """Of each row, tokens and pairs of a query and a key, each as a share of what a row can have."""
+    length = batch.ids.shape[1]
+    tokens_B = (batch.ends > 0).sum(1) / length
+    pairs_B = np.maximum(batch.ends - np.arange(length), 0).sum(1) / (length * (length + 1) / 2)
+    return tokens_B + pairs_B
+
+
+def _lay_out(rows: Sequence[Sequence[Leaf]], *, length: int, share: bool) -> PackedBatch:
     shape = (len(rows), length)
     batch = PackedBatch(
         ids=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
-        segments=np.zeros(shape, np.int32),
-        target=np.zeros(shape, np.int32),
+        ends=np.zeros(shape, np.int32),
+        parent=np.zeros(shape, np.int32),
+        wanted=np.zeros(shape, np.float32),
+        node=np.zeros(shape, np.int32),
         mask=np.zeros(shape, np.float32),
         behaviour=np.zeros(shape, np.float32),
         advantage=np.zeros(shape, np.float32),
+        weight=np.zeros(shape, np.float32),
+        age=np.zeros(shape, np.float32),
+        sequence=np.zeros(shape, np.int32),
     )
-    for row, sequences in enumerate(rows):
-        start = 0
-        for number, sequence in enumerate(sequences, 1):
-            size = len(sequence)
-            here, before = np.s_[row, start : start + size], np.s_[row, start : start + size - 1]
-            batch.ids[here] = sequence.ids
-            batch.positions[here] = np.arange(size)
-            batch.segments[here] = number
-            batch.target[before] = sequence.ids[1:]
-            batch.mask[before] = sequence.mask[1:]
-            batch.behaviour[before] = sequence.behaviour[1:]
-            batch.advantage[before] = sequence.advantage[1:]
-            start += size
+    for row, leaves in enumerate(rows):
+        trees = grow(leaves, share=share)
+        if max(len(trees.ids), len(trees.node)) > length:
+            raise ConfigError(
+                f"{len(leaves)} sequences of {len(trees.ids)} tokens and {len(trees.node)} targets do not "
+                f"fit in a row of {length}."
+            )
+        for name, values in trees._asdict().items():
+            getattr(batch, name)[row, : len(values)] = values
+        batch.mask[row, : len(trees.node)] = 1
     return batch

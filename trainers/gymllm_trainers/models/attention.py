@@ -2,12 +2,15 @@
 
 Axes: B rows, T tokens, N query heads, K key-value heads, G = N / K, H head.
 
+A row holds trees, laid out depth first (`tree.py`). Key a is seen by query n exactly when a <= n < ends[a]:
+one number a token says who its descendants are. Sequences are trees without branches.
+
 | implementation | where | what it can't do |
 |---|---|---|
 | reference | anywhere; memory linear in T (`attention_reference.py`) | |
 | xla | anywhere; holds [B, N, T, T] scores | soft caps |
 | cudnn | GPU; holds a [B, T, T] mask | soft caps, float32, heads that cuDNN has no kernel for |
-| splash | TPU; interpreted on a CPU, for tests | a traced window whose size isn't given |
+| splash | TPU; a CPU interprets it; a [B, T, T] mask if branched | else a traced window of unknown size |
 
 Under `jax.set_mesh` each device runs its own rows and heads (`shard_map`): a Pallas kernel can't be
 partitioned by XLA, and a loop that skips blocks skips more with fewer rows.
@@ -31,7 +34,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from gymllm.errors import ConfigError, UnknownNameError
 from gymllm_trainers.models.attention_reference import blocked_attention
-from gymllm_trainers.models.sharding import ROW_AXES
+from gymllm_trainers.models.sharding import ROW_AXES, on_whole_rows
 
 Implementation = Literal["auto", "reference", "xla", "cudnn", "splash"]
 
@@ -47,15 +50,18 @@ def packed_attention(
     query_BTNH: Array,
     key_BTKH: Array,
     value_BTKH: Array,
-    segments_BT: Array,
+    ends_BT: Array,
     *,
+    positions_BT: Array | None = None,
     scale: float,
     window: Array | int | None = None,
     softcap: float | None = None,
     local_window: int | None = None,
+    branched: bool = True,
     implementation: Implementation = "auto",
+    pieces: int = 1,
 ) -> Array:
-    """Grouped-query attention, causal inside each segment of packed rows; softmax in float32.
+    """Grouped-query attention of packed rows, each token to its ancestors; softmax in float32.
 
     Differentiable once, in reverse, with respect to queries, keys and values.
 
@@ -63,14 +69,21 @@ def packed_attention(
         query_BTNH: Queries, after RoPE; float32, bfloat16 or float16. Head n uses key-value head n // G.
         key_BTKH: Keys, of the same dtype.
         value_BTKH: Values, of the same dtype.
-        segments_BT: Which sequence of its row a token belongs to, int32; 0 is padding.
+        ends_BT: Index in the row after each token's last descendant, int32: key a is seen by queries a to
+            ends - 1. 0 is padding. `ends_of_segments` makes it for sequences side by side.
+        positions_BT: Each token's depth in its tree, int32, which a window counts in; None: its index in the
+            row, which does where rows are not branched.
         scale: Scores are multiplied by it.
         window: A query at position p sees keys at positions > p - window; None: all before it. May be an
             int32 scalar that is traced, as where layers are scanned.
         softcap: Scores become softcap * tanh(score / softcap) (Gemma 2, sec. 2 of arXiv:2408.00118).
         local_window: The one size that a traced `window` has where it is less than T. Splash attention
             needs it, as its windows are compiled in; others don't look at it.
+        branched: Whether a row may hold trees with branches; False is a promise that lets splash attention
+            work without a mask, and cuDNN skip what is out of a window.
         implementation: See the table above; "auto" takes the platform's, or the reference if that can't.
+        pieces: In how many consecutive rows each row comes, held by the devices along the mesh's "context"
+            (`sharding.fold_context`).
 
     Returns:
         [B, T, N, H] in the queries' dtype; 0 for padding.
@@ -79,8 +92,10 @@ def packed_attention(
         ConfigError: An implementation that was asked for by name can't do this, or a window < 1, a
             soft cap <= 0, or heads that don't divide.
     """
-    chex.assert_rank([query_BTNH, key_BTKH, value_BTKH, segments_BT], [4, 4, 4, 2])
+    chex.assert_rank([query_BTNH, key_BTKH, value_BTKH, ends_BT], [4, 4, 4, 2])
     chex.assert_equal_shape([key_BTKH, value_BTKH])
+    if positions_BT is not None:
+        chex.assert_equal_shape([ends_BT, positions_BT])
     heads, groups = query_BTNH.shape[2], key_BTKH.shape[2]
     if implementation not in get_args(Implementation):
         raise UnknownNameError("attention implementation", implementation, get_args(Implementation))
@@ -97,10 +112,15 @@ def packed_attention(
         raise ConfigError(f"softcap must be > 0, got {softcap}; None leaves scores as they are.")
 
     def attend(
-        query: Array, key: Array, value: Array, segments: Array, window: Array | None = None
+        query: Array, key: Array, value: Array, ends: Array, positions: Array, window: Array
     ) -> Array:
-        size = static_window if window is None else window
-        how = _Attention(scale, size, softcap, local_window)
+        how = _Attention(
+            scale=scale,
+            window=static_window if traced is None else window,
+            softcap=softcap,
+            local_window=local_window,
+            branched=branched,
+        )
         # Chosen here, where shapes are one device's own.
         chosen = how.choose(query) if implementation == "auto" else implementation
         if (reason := how.refusal(chosen, query)) is not None:
@@ -108,14 +128,25 @@ def packed_attention(
                 f"attention implementation {chosen!r} can't be used: {reason}. "
                 f'Use "auto" or "reference".'
             )
-        mixed = getattr(how, chosen)(query, key, value, segments)
+        mixed = getattr(how, chosen)(query, key, value, ends, positions)
         # What padding attends to differs between implementations; nobody may come to depend on it.
-        return jnp.where((segments != 0)[:, :, None, None], mixed, 0).astype(query.dtype)
+        return jnp.where((ends != 0)[:, :, None, None], mixed, 0).astype(query.dtype)
 
     static_window = window if isinstance(window, int) else None
-    arguments = (query_BTNH, key_BTKH, value_BTKH, segments_BT)
+    traced = None
     if window is not None and static_window is None:
-        arguments = (*arguments, jnp.asarray(window, jnp.int32))
+        traced = jnp.asarray(window, jnp.int32)
+    if positions_BT is None:
+        order_T = jnp.arange(ends_BT.shape[1], dtype=jnp.int32)
+        positions_BT = jnp.broadcast_to(order_T, ends_BT.shape)
+    arguments = (
+        query_BTNH,
+        key_BTKH,
+        value_BTKH,
+        ends_BT,
+        positions_BT,
+        jnp.int32(0) if traced is None else traced,
+    )
     mesh = jax.sharding.get_abstract_mesh()
     free = [
         name
@@ -129,14 +160,32 @@ def packed_attention(
         rows = ()
     split = _HEAD_AXIS in free and groups % mesh.shape[_HEAD_AXIS] == 0
     spec = PartitionSpec(rows or None, None, _HEAD_AXIS if split else None, None)
-    specs = (spec, spec, spec, PartitionSpec(rows or None, None), PartitionSpec())
+    tokens = PartitionSpec(rows or None, None)
     return jax.shard_map(
-        attend,
-        in_specs=specs[: len(arguments)],
+        on_whole_rows(attend, pieces),
+        in_specs=(spec, spec, spec, tokens, tokens, PartitionSpec()),
         out_specs=spec,
         axis_names=set(free),
         check_vma=False,  # Pallas calls don't say over which axes their results vary
     )(*arguments)
+
+
+def ends_of_segments(segments_BT: Array) -> Array:
+    """What `packed_attention` takes, for sequences side by side.
+
+    Args:
+        segments_BT: Which sequence of its row a token belongs to, int32; a sequence lies in one piece, and
+            0 is padding.
+
+    Returns:
+        Index in the row after the token's sequence, int32; 0 for padding.
+    """
+    tokens = segments_BT.shape[1]
+    order_T = jnp.arange(1, tokens + 1, dtype=jnp.int32)
+    last_BT = jnp.diff(segments_BT, axis=1, append=-1) != 0
+    # The nearest last token from here on is the sequence's own.
+    ends_BT = jax.lax.cummin(jnp.where(last_BT, order_T, tokens), axis=1, reverse=True)
+    return jnp.where(segments_BT == 0, 0, ends_BT)
 
 
 def _platform() -> str:
@@ -161,15 +210,18 @@ class _Attention:
 
     def __init__(
         self,
+        *,
         scale: float,
         window: Array | int | None,
         softcap: float | None,
         local_window: int | None,
+        branched: bool,
     ) -> None:
         self.scale = scale
         self.window = window
         self.softcap = softcap
         self.local_window = local_window
+        self.branched = branched
 
     def choose(self, query_BTNH: Array) -> Implementation:
         """The implementation of this platform, or the reference where that can't do it."""
@@ -205,78 +257,91 @@ class _Attention:
                 return (
                     f"splash attention needs a TPU (or a CPU, which interprets it), got {platform}"
                 )
-            if not isinstance(self.window, int | None) and self.local_window is None:
+            static = self.branched or isinstance(self.window, int | None)
+            if not static and self.local_window is None:
                 return "splash attention needs local_window where window is traced"
         return None
 
-    def reference(self, query: Array, key: Array, value: Array, segments: Array) -> Array:
+    def reference(
+        self, query: Array, key: Array, value: Array, ends: Array, positions: Array
+    ) -> Array:
         """Plain JAX, memory linear in T."""
         return blocked_attention(
             query,
             key,
             value,
-            segments,
+            ends,
+            positions_BT=positions,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
         )
 
-    def xla(self, query: Array, key: Array, value: Array, segments: Array) -> Array:
+    def xla(self, query: Array, key: Array, value: Array, ends: Array, positions: Array) -> Array:
         """JAX's own, with every score held."""
-        mask = segments[:, None, :, None] == segments[:, None, None, :]
-        if self.window is not None:
-            order = jnp.arange(query.shape[1])
-            mask &= order[:, None] - order < self.window
+        mask = self._visible(ends, positions)[:, None]
         return jax.nn.dot_product_attention(
-            query, key, value, mask=mask, scale=self.scale, is_causal=True, implementation="xla"
+            query, key, value, mask=mask, scale=self.scale, implementation="xla"
         )
 
-    def cudnn(self, query: Array, key: Array, value: Array, segments: Array) -> Array:
-        """cuDNN's fused kernel, with the segments as a mask."""
+    def cudnn(self, query: Array, key: Array, value: Array, ends: Array, positions: Array) -> Array:
+        """cuDNN's fused kernel, with a mask."""
         tokens = query.shape[1]
-        if tokens % 2:  # its gradient needs an even number of tokens
-            query, key, value, segments = (
-                jnp.pad(x, ((0, 0), (0, 1), *((0, 0) for _ in x.shape[2:])))
-                for x in (query, key, value, segments)
-            )
-        mask = segments[:, None, :, None] == segments[:, None, None, :]
-        static = self.window if isinstance(self.window, int) else None
-        if self.window is not None and static is None:
-            order = jnp.arange(query.shape[1])
-            mask &= order[:, None] - order < self.window
+        # Its gradient needs an even number of tokens.
+        query, key, value, ends, positions = _padded(tokens % 2, query, key, value, ends, positions)
+        static = None if self.branched or not isinstance(self.window, int) else self.window
         mixed = jax.nn.dot_product_attention(
             query,
             key,
             value,
-            mask=mask,
+            mask=self._visible(ends, positions)[:, None],
             scale=self.scale,
             is_causal=True,
-            # Keys from p - left on, p's own included.
+            # Keys from p - left on, p's own included: more that needn't be looked at.
             local_window_size=None if static is None else (static - 1, 0),
             implementation="cudnn",
         )
         return mixed[:, :tokens]
 
-    def splash(self, query: Array, key: Array, value: Array, segments: Array) -> Array:
+    def splash(
+        self, query: Array, key: Array, value: Array, ends: Array, positions: Array
+    ) -> Array:
         """JAX's Pallas kernel for TPUs."""
         tokens = query.shape[1]
-        padding = -tokens % _LANES
-        query, key, value, segments = (
-            jnp.pad(x, ((0, 0), (0, padding), *((0, 0) for _ in x.shape[2:])))
-            for x in (query, key, value, segments)
+        query, key, value, ends, positions = _padded(
+            -tokens % _LANES, query, key, value, ends, positions
         )
         # The kernel has no scale. [B, heads, T, H].
         query = (query.astype(jnp.float32) * self.scale).astype(query.dtype)
-        arguments = (query.swapaxes(1, 2), key.swapaxes(1, 2), value.swapaxes(1, 2), segments)
+        arrays = (query.swapaxes(1, 2), key.swapaxes(1, 2), value.swapaxes(1, 2))
+        if self.branched:
+            mixed = _splash_branched(*arrays, self._visible(ends, positions), softcap=self.softcap)
+            return mixed.swapaxes(1, 2)[:, :tokens]
+        # Tokens of one sequence, and they alone, have the same end.
         whole = functools.partial(_splash, window=None, softcap=self.softcap)
         if self.window is None:
-            mixed = whole(*arguments)
+            mixed = whole(*arrays, ends)
         elif isinstance(self.window, int):
-            mixed = _splash(*arguments, window=self.window, softcap=self.softcap)
+            mixed = _splash(*arrays, ends, window=self.window, softcap=self.softcap)
         else:
             local = functools.partial(_splash, window=self.local_window, softcap=self.softcap)
-            mixed = jax.lax.cond(self.window < tokens, local, whole, *arguments)
+            mixed = jax.lax.cond(self.window < tokens, local, whole, *arrays, ends)
         return mixed.swapaxes(1, 2)[:, :tokens]
+
+    def _visible(self, ends_BT: Array, positions_BT: Array) -> Array:
+        """Which keys a query sees, [B, queries, keys], bool; padding sees itself, as softmax needs a key."""
+        order_T = jnp.arange(ends_BT.shape[1], dtype=jnp.int32)
+        visible = (order_T[:, None] >= order_T) & (order_T[:, None] < ends_BT[:, None])
+        if self.window is not None:
+            visible &= positions_BT[:, :, None] - positions_BT[:, None] < self.window
+        return visible | (order_T[:, None] == order_T)
+
+
+def _padded(count: int, *arrays_BT: Array) -> list[Array]:
+    """Arrays with so many tokens of padding behind."""
+    return [
+        jnp.pad(x_BT, ((0, 0), (0, count), *((0, 0) for _ in x_BT.shape[2:]))) for x_BT in arrays_BT
+    ]
 
 
 def _splash(
@@ -288,25 +353,15 @@ def _splash(
     window: int | None,
     softcap: float | None,
 ) -> Array:
+    """Sequences side by side: the mask is computed in the kernel."""
     heads, tokens = query_BNTH.shape[1:3]
     shape = (tokens, tokens)
     mask = splash_mask.CausalMask(shape)
     if window is not None and window < tokens:
         mask = splash_mask.LocalMask(shape, (window - 1, 0), 0)
-    # Large blocks keep the matrix unit busy; 512 is what JAX's own users settled on.
-    block = next(size for size in (512, 256, _LANES) if tokens % size == 0)
     kernel = splash_kernel.make_splash_mha_single_device(
         mask=splash_mask.MultiHeadMask([mask] * heads),
-        block_sizes=splash_kernel.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_kv_compute=block,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_kv_dkv_compute=block,
-            block_q_dq=block,
-            block_kv_dq=block,
-        ),
+        block_sizes=_block_sizes(tokens),
         attn_logits_soft_cap=softcap,
         interpret=_platform() != "tpu",
     )
@@ -318,3 +373,50 @@ def _splash(
         return mixed_NTH
 
     return jax.vmap(row)(query_BNTH, key_BKTH, value_BKTH, segments_BT)
+
+
+def _splash_branched(
+    query_BNTH: Array,
+    key_BKTH: Array,
+    value_BKTH: Array,
+    visible_BTT: Array,
+    *,
+    softcap: float | None,
+) -> Array:
+    """Trees: the mask is an array, and blocks that are empty in it are skipped.
+
+    The kernel compares segments for being equal, which can't say who descends from whom. One mask serves all
+    heads.
+    """
+
+    def row(query_NTH: Array, key_KTH: Array, value_KTH: Array, visible_TT: Array) -> Array:
+        kernel = splash_kernel.make_splash_mha_single_device(
+            mask=visible_TT[None],
+            block_sizes=_block_sizes(visible_TT.shape[0]),
+            attn_logits_soft_cap=softcap,
+            interpret=_platform() != "tpu",
+        )
+        # Made inside jit, this mark comes out as an array, which the kernel then can't branch on.
+        for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+            info = getattr(kernel, name)
+            setattr(kernel, name, info._replace(is_dynamic_mask=True))
+        mixed_NTH = kernel(query_NTH, key_KTH, value_KTH)
+        assert isinstance(mixed_NTH, Array)  # no residuals were asked for
+        return mixed_NTH
+
+    return jax.vmap(row)(query_BNTH, key_BKTH, value_BKTH, visible_BTT)
+
+
+def _block_sizes(tokens: int) -> splash_kernel.BlockSizes:
+    # Large blocks keep the matrix unit busy; 512 is what JAX's own users settled on.
+    block = next(size for size in (512, 256, _LANES) if tokens % size == 0)
+    return splash_kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )

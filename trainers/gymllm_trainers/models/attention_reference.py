@@ -7,7 +7,8 @@ The scores of one block of queries with one block of keys are all that is held: 
 blocks online (Milakov and Gimelshein 2018, arXiv:1805.02867), and the backward pass computes the scores
 again from each query's saved peak and sum (FlashAttention-2, algorithms 1 and 2 of Dao 2023,
 arXiv:2307.08691).
-Loops over key blocks start at the first one that a segment or a window reaches.
+A block of queries looks only at the key blocks that reach it: in a row of trees those are the beginnings it
+shares, and its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from jax import Array
 
 _HIDDEN = -1e30
 """Score of a key that a query must not see; finite, so that no row is all infinities."""
+_FAR = 2**30
+"""A position that no window reaches."""
 
 
 class _Static(NamedTuple):
@@ -34,10 +37,14 @@ class _Static(NamedTuple):
 class _Where(NamedTuple):
     """What decides which keys a query sees."""
 
-    segments_JBS: Array
-    first_J: Array
-    """First key block that each query block has to look at."""
+    ends_JBS: Array
+    positions_JBS: Array | None
+    """None where there is no window."""
     window: Array | None
+    keys_JJ: Array
+    """Of each query block, the key blocks it has to look at, in order; then others."""
+    count_J: Array
+    """How many it has to look at."""
 
 
 class _Saved(NamedTuple):
@@ -58,25 +65,26 @@ def blocked_attention(
     query_BTNH: Array,
     key_BTKH: Array,
     value_BTKH: Array,
-    segments_BT: Array,
+    ends_BT: Array,
     *,
+    positions_BT: Array | None = None,
     scale: float,
     window: Array | int | None = None,
     softcap: float | None = None,
     block: int = 192,
 ) -> Array:
-    """Causal attention inside each segment of packed rows; see `attention.packed_attention`.
+    """Causal attention of packed rows; see `attention.packed_attention`.
 
-    Differentiable once, in reverse. Any segment ids are right; blocks are skipped if ids don't fall along a
-    row (0, which is padding, counts as the highest).
+    Differentiable once, in reverse. Any `ends` are right, also those of no tree.
 
     Args:
         query_BTNH: Queries.
         key_BTKH: Keys.
         value_BTKH: Values.
-        segments_BT: Segment of each token, int32; 0 is padding, whose result means nothing.
+        ends_BT: Key a is seen by queries a to ends - 1, int32; 0 is padding, whose result means nothing.
+        positions_BT: What a window counts in, int32; None: the order in the row.
         scale: Scores are multiplied by it.
-        window: A query sees the keys less than this many tokens before it, itself included.
+        window: A query sees the keys less than this many positions before it, itself included.
         softcap: Scores become softcap * tanh(score / softcap).
         block: Tokens of a block.
     """
@@ -96,39 +104,44 @@ def blocked_attention(
     query = query.transpose(0, 1, 3, 4, 2, 5).reshape(count, batch, groups, -1, size)
     key, value = blocks(key_BTKH).swapaxes(2, 3), blocks(value_BTKH).swapaxes(2, 3)
     window = None if window is None else jnp.asarray(window, jnp.int32)
-    segments = blocks(segments_BT)
-    where = _Where(segments, _first_blocks(segments, window), window)
+    positions = None
+    if window is not None:
+        order_T = jnp.arange(tokens, dtype=jnp.int32)
+        order_BT = jnp.broadcast_to(order_T, ends_BT.shape)
+        positions = blocks(order_BT if positions_BT is None else positions_BT)
+    where = _where(blocks(ends_BT), positions, window)
     mixed: Array = _attend(_Static(scale, softcap, block), query, key, value, where)
     mixed = mixed.reshape(count, batch, groups, heads // groups, block, size)
     mixed = mixed.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * block, heads, size)
     return mixed[:, :tokens]
 
 
-def _first_blocks(segments_JBS: Array, window: Array | None) -> Array:
-    """The first key block that each query block has to look at, [J]; past its own if it is all padding."""
-    count, _, block = segments_JBS.shape
-    segments_JBS = jnp.where(segments_JBS == 0, jnp.iinfo(jnp.int32).max, segments_JBS)
-    low_JB, high_JB = segments_JBS.min(axis=-1), segments_JBS.max(axis=-1)
+def _where(ends_JBS: Array, positions_JBS: Array | None, window: Array | None) -> _Where:
+    """Which key blocks each query block has to look at: those with a key that reaches it in some row."""
+    count, _, block = ends_JBS.shape
+    own_J = jnp.arange(count, dtype=jnp.int32)
     # Axes: query block, key block, row.
-    touched = (high_JB >= low_JB[:, None]) & (low_JB <= high_JB[:, None])
-    touched = jnp.any(touched, axis=-1)
-    own = jnp.arange(count)
-    if window is not None:
-        touched &= (own + 1) * block > own[:, None] * block - window + 1
-    first_J = jnp.argmax(touched & (own <= own[:, None]), axis=1).astype(jnp.int32)
-    empty_J = jnp.all(low_JB == jnp.iinfo(jnp.int32).max, axis=-1)
-    return jnp.where(empty_J, own + 1, first_J).astype(jnp.int32)
+    reached = jnp.max(ends_JBS, axis=-1) > own_J[:, None, None] * block
+    if window is not None and positions_JBS is not None:
+        empty_JBS = ends_JBS == 0
+        first_JB = jnp.min(jnp.where(empty_JBS, _FAR, positions_JBS), axis=-1)
+        last_JB = jnp.max(jnp.where(empty_JBS, 0, positions_JBS), axis=-1)
+        reached &= first_JB[:, None] - last_JB < window
+    reached_JJ = jnp.any(reached, axis=-1) & (own_J <= own_J[:, None])
+    keys_JJ = jnp.argsort(~reached_JJ, axis=1, stable=True).astype(jnp.int32)
+    count_J = jnp.sum(reached_JJ, axis=1, dtype=jnp.int32)
+    return _Where(ends_JBS, positions_JBS, window, keys_JJ, count_J)
 
 
 def _bias(where: _Where, static: _Static, own: Array, other: Array) -> Array:
     """What is added to the scores of query block `own` with key block `other`; [B, 1, 1, S, S]."""
-    query_BS, key_BS = where.segments_JBS[own], where.segments_JBS[other]
-    order_S = jnp.arange(static.block)
-    distance_SS = order_S[:, None] - order_S + (own - other) * static.block
-    visible_SS = distance_SS >= 0
-    if where.window is not None:
-        visible_SS &= distance_SS < where.window
-    visible_BSS = (query_BS[:, :, None] == key_BS[:, None, :]) & visible_SS
+    order_S = jnp.arange(static.block, dtype=jnp.int32)
+    query_S, key_S = order_S + own * static.block, order_S + other * static.block
+    visible_BSS = where.ends_JBS[other][:, None] > query_S[:, None]
+    visible_BSS &= query_S[:, None] >= key_S
+    if where.window is not None and where.positions_JBS is not None:
+        query_BS, key_BS = where.positions_JBS[own], where.positions_JBS[other]
+        visible_BSS &= query_BS[:, :, None] - key_BS[:, None] < where.window
     return jnp.where(visible_BSS, 0.0, _HIDDEN)[:, None, None]
 
 
@@ -160,10 +173,11 @@ def _forward(
     def block(
         _: None, inputs: tuple[Array, Array, Array]
     ) -> tuple[None, tuple[Array, Array, Array]]:
-        query_BKRH, own, first = inputs
+        query_BKRH, own, count = inputs
 
-        def step(other: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def step(turn: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             mixed_BKRH, total_BKR, peak_BKR = carry
+            other = where.keys_JJ[own, turn]
             scores, _ = _scores(static, where, query_BKRH, key[other], own, other)
             higher_BKR = jnp.maximum(peak_BKR, jnp.max(scores, axis=-1))
             shares = jnp.exp(scores - higher_BKR[..., None])
@@ -177,12 +191,12 @@ def _forward(
 
         zeros = jnp.zeros(query_BKRH.shape, jnp.float32)
         start = (zeros, zeros[..., 0], zeros[..., 0] + _HIDDEN)
-        mixed, total, peak = jax.lax.fori_loop(first, own + 1, step, start)
+        mixed, total, peak = jax.lax.fori_loop(0, count, step, start)
         total = jnp.maximum(total, 1e-30)  # 0 in a block that is all padding
         return None, ((mixed / total[..., None]).astype(query.dtype), peak, total)
 
     order_J = jnp.arange(len(query), dtype=jnp.int32)
-    _, (mixed, peak, total) = jax.lax.scan(block, None, (query, order_J, where.first_J))
+    _, (mixed, peak, total) = jax.lax.scan(block, None, (query, order_J, where.count_J))
     return mixed, _Saved(query, key, value, where, mixed, peak, total)
 
 
@@ -195,10 +209,11 @@ def _backward(static: _Static, saved: _Saved, cotangent: Array) -> tuple[Array, 
     def block(
         carry: tuple[Array, Array], inputs: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], Array]:
-        query_BKRH, cotangent_BKRH, peak_BKR, total_BKR, delta_BKR, own, first = inputs
+        query_BKRH, cotangent_BKRH, peak_BKR, total_BKR, delta_BKR, own, count = inputs
 
-        def step(other: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def step(turn: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_query, d_key, d_value = carry
+            other = where.keys_JJ[own, turn]
             scores, capped = _scores(static, where, query_BKRH, key[other], own, other)
             shares = jnp.exp(scores - peak_BKR[..., None]) / total_BKR[..., None]
             d_shares = _dot("bkrh,bksh->bkrs", cotangent_BKRH, value[other])
@@ -214,12 +229,12 @@ def _backward(static: _Static, saved: _Saved, cotangent: Array) -> tuple[Array, 
             )
 
         zeros = jnp.zeros(query_BKRH.shape, jnp.float32)
-        d_query, *kept = jax.lax.fori_loop(first, own + 1, step, (zeros, *carry))
+        d_query, *kept = jax.lax.fori_loop(0, count, step, (zeros, *carry))
         return (kept[0], kept[1]), d_query.astype(query.dtype)
 
     start = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
     order_J = jnp.arange(len(query), dtype=jnp.int32)
-    inputs = (query, cotangent, peak, total, delta_JBKR, order_J, where.first_J)
+    inputs = (query, cotangent, peak, total, delta_JBKR, order_J, where.count_J)
     (d_key, d_value), d_query = jax.lax.scan(block, start, inputs)
     return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
 
