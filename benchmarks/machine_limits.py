@@ -113,10 +113,30 @@ def prefill_s(
     return operations / limits.operations_a_s[dtype]
 
 
-def training_s(limits: Limits, config: DecoderConfig, *, tokens: int, row: int) -> float:
-    """Seconds of a gradient in bfloat16: three times the forward pass; what is recomputed isn't counted."""
-    forward = tokens * (2 * _multiplied(config) + _attention(config, row / 2))
-    return 3 * forward / limits.operations_a_s["bfloat16"]
+def training_s(
+    limits: Limits,
+    config: DecoderConfig,
+    *,
+    tokens: float,
+    row: float,
+    dtype: str = "bfloat16",
+    trained: float | None = None,
+) -> float:
+    """Seconds of a gradient: three times the forward pass; what is recomputed isn't counted.
+
+    Args:
+        limits: The machine's.
+        config: The model's shape.
+        tokens: Of all sequences.
+        row: Tokens of each.
+        dtype: Of weights and activations.
+        trained: Of these tokens, those whose probability is needed, and so the head; None: all.
+    """
+    head = config.vocab_size * config.hidden_size
+    layers = _multiplied(config) - head
+    forward = tokens * (2 * layers + _attention(config, row / 2))
+    forward += 2 * head * (tokens if trained is None else trained)
+    return 3 * forward / limits.operations_a_s[dtype]
 
 
 def _multiplied(config: DecoderConfig) -> int:

@@ -13,6 +13,7 @@ PEERS = {
     "tunix": ("google-tunix", "tunix_episodes.py"),
     "transformers": ("torch==2.13.0 transformers accelerate", "transformers_generate.py"),
     "llama_cpp": ("llama-cpp-python==0.3.36", "llama_cpp_generate.py"),
+    "trl": ("torch==2.13.0 trl==1.16.0", "trl_grpo.py"),
 }
 """What pip installs, separated by blanks, and the script beside this file."""
 INSTALL_LIMIT_S, RUN_LIMIT_S = 3600, 300

@@ -22,14 +22,21 @@ class PeerError(Exception):
 class PeerSession:
     """Asks a peer's script, which calls `peers.answering.answer`. A context manager."""
 
-    def __init__(self, venvs: Path, name: str, *args: object, script: str = "") -> None:
-        """Starts it; installs it first if need be.
+    def __init__(
+        self,
+        venvs: Path,
+        name: str,
+        *args: object,
+        script: str = "",
+        command: list[str] | None = None,
+    ) -> None:
+        """Starts it; installs it first if need be. `command` starts one that is installed already.
 
         Raises:
             PeerError: It can't be installed.
         """
         try:
-            command = command_in_venv(venvs, name, *args, script=script)
+            command = command or command_in_venv(venvs, name, *args, script=script)
         except (subprocess.SubprocessError, OSError) as error:
             raise PeerError(str(getattr(error, "stderr", "") or error).splitlines()[-1]) from error
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
