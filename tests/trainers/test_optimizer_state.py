@@ -22,49 +22,64 @@ Tree = Any
 # ------------------------------------------------------------------ 8 bits
 
 
-def cells(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Edges of the cells that magnitudes are rounded in, and what each is rounded to: sec. 2 of
-    arXiv:2110.02861, as a table."""
-    edges, middles = [0.0], [0.0]
+def codes(bits: int) -> np.ndarray:
+    """What the codes of magnitudes mean, in order: sec. 2 of arXiv:2110.02861, as a table."""
+    values = [0.0]
     for decade in range(bits):
-        inside = np.linspace(0.1, 1, 2**decade + 1) * 10.0 ** (decade - bits + 1)
-        middles += list((inside[:-1] + inside[1:]) / 2)
-        edges += list(inside[:-1])
-    middles[-1] = 1.0
-    edges[1] = middles[1] / 2 if bits == 7 else 1e-30
-    return np.array(edges), np.array(middles)
+        edges = np.linspace(0.1, 1, 2**decade + 1) * 10.0 ** (decade - bits + 1)
+        values += list((edges[:-1] + edges[1:]) / 2)
+    values[-1] = 1.0
+    return np.array(values)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_numbers_are_rounded_to_the_middle_of_their_cell(signed):
+def test_numbers_are_rounded_to_a_code_beside_them_and_right_on_average(signed):
     rng = np.random.default_rng(0)
     values = rng.standard_normal((2, 64, 512)) * 10 ** rng.uniform(-4, 0, 512)
     values = values.astype(np.float32)
-    got = decode(encode(jnp.asarray(values if signed else values**2), signed=signed))
+    got = decode(encode(jnp.asarray(values if signed else values**2), signed=signed, seed=0))
     got = np.asarray(got, np.float64)
+    got = got if signed else np.sqrt(got)
     blocks = np.abs(values).reshape(2, 64, 2, 256).max(-1)
     scale = np.repeat(blocks, 256, axis=-1).astype(np.float64)
-    edges, middles = cells(7 if signed else 8)
-    code = np.searchsorted(edges, np.abs(values) / scale, side="right") - 1
-    expected = np.sign(values) * scale * middles[code] if signed else (scale * middles[code]) ** 2
-    # A number at the very edge of a cell may fall to either side of it.
-    differ = ~np.isclose(got, expected, rtol=1e-5, atol=0)
-    assert differ.mean() < 1e-3
-    np.testing.assert_allclose(got[~differ], expected[~differ], rtol=1e-5)
+    table = codes(7 if signed else 8)
+    share, held = np.abs(values) / scale, np.abs(got) / scale
+    code = np.abs(table[:, None] - held.reshape(1, -1)).argmin(0).reshape(held.shape)
+    np.testing.assert_allclose(held, table[code], rtol=1e-5, atol=1e-12)
+    above = np.clip(table.searchsorted(share, side="left"), 1, len(table) - 1)
+    assert (
+        np.abs(code - above + 0.5) <= 1
+    ).mean() > 0.999  # its neighbours, but for edges of decades
+    assert (np.abs(code - above + 0.5) <= 2).all()
+    wide = share > 1e-3
+    bias = (held - share)[wide].mean() / share[wide].mean()
+    assert abs(bias) < 1e-3
+    if signed:
+        assert (np.sign(got) == np.sign(values))[share > 1e-6].all()
 
 
-def test_codes_are_kept_when_written_again():
+def test_another_seed_rounds_otherwise():
     values = jax.random.normal(jax.random.key(0), (40, 300))
-    for signed in (True, False):
-        once = encode(jnp.abs(values) if not signed else values, signed=signed)
-        again = encode(decode(once), signed=signed)
-        np.testing.assert_array_equal(again.codes, once.codes)
-        np.testing.assert_allclose(again.scales, once.scales, rtol=1e-6)
+    first, second = (decode(encode(values, signed=True, seed=seed)) for seed in (1, 2))
+    differ = np.asarray(first != second)
+    # Half-way between codes every other pair of draws differs, over all numbers a third.
+    assert 0.25 < differ.mean() < 0.4
+    many = np.mean([decode(encode(values, signed=True, seed=seed)) for seed in range(64)], axis=0)
+    inside = np.abs(values) < 0.9 * np.abs(values).max()
+    assert np.abs(many - values)[inside].mean() < np.abs(first - values)[inside].mean() / 4
+
+
+def test_the_largest_of_a_block_is_exact():
+    values = jax.random.normal(jax.random.key(0), (40, 300))
+    largest = jnp.abs(values).max(axis=1)
+    np.testing.assert_array_equal(
+        jnp.abs(decode(encode(values, signed=True, seed=0))).max(axis=1), largest
+    )
 
 
 def test_a_second_moment_is_never_rounded_to_zero():
     values = jnp.array([[1.0, 1e-20, 1e-30, 0.0]])
-    got = np.asarray(decode(encode(values, signed=False)))[0]
+    got = np.asarray(decode(encode(values, signed=False, seed=0)))[0]
     assert (got[:3] > 0).all()
     assert got[3] == 0
     assert got[0] == 1
@@ -72,7 +87,7 @@ def test_a_second_moment_is_never_rounded_to_zero():
 
 def test_zeros_stay_zeros():
     for signed in (True, False):
-        blocks = encode(jnp.zeros((3, 70)), signed=signed)
+        blocks = encode(jnp.zeros((3, 70)), signed=signed, seed=0)
         np.testing.assert_array_equal(decode(blocks), 0)
 
 
@@ -91,7 +106,7 @@ def test_zeros_stay_zeros():
 def test_blocks_are_along_an_axis_that_is_long_enough(shape, axis, count):
     assert blocks_of(shape) == (axis, count)
     values = jax.random.normal(jax.random.key(1), shape)
-    blocks = encode(values, signed=True)
+    blocks = encode(values, signed=True, seed=0)
     assert blocks.codes.shape == shape
     assert blocks.scales.shape == (*shape[:axis], count, *shape[axis + 1 :])
     np.testing.assert_allclose(decode(blocks), values, atol=0.0141 * float(jnp.abs(values).max()))
@@ -141,7 +156,7 @@ def size(tree: Tree) -> int:
     [
         ({"name": "adamw", "learning_rate": 3e-3}, 2, 0.03),
         # A direction that gradients hardly have counts as much as any other here, and noise is in all.
-        ({"name": "muon", "learning_rate": 3e-3}, 1, 0.12),
+        ({"name": "muon", "learning_rate": 3e-3}, 1, 0.06),
         ({"name": "lion", "learning_rate": 3e-4}, 1, 0.06),
     ],
 )
@@ -202,38 +217,36 @@ def test_offload_is_refused_where_no_host_memory_can_be_addressed(monkeypatch):
 
 ON_A_MESH = """
 import jax, jax.numpy as jnp, numpy as np, optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
+from gymllm_trainers.mesh import init_like
+from gymllm_trainers.models.sharding import make_mesh
 from gymllm_trainers.optimizer import OptimizerConfig, make_optimizer
-from gymllm_trainers.optimizer_state import state_shardings
 
-mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+mesh = make_mesh(fsdp=4, tensor=2)
 places = {"up": P(None, "fsdp", "tensor"), "embedding": P("tensor", "fsdp"), "norm": P()}
 rng = np.random.default_rng(0)
 values = {"up": (2, 64, 512), "embedding": (128, 64), "norm": (64,)}
 values = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in values.items()}
 given = [{n: rng.standard_normal(v.shape).astype(np.float32) for n, v in values.items()} for _ in range(3)]
 for settings in (
-    {}, {"state_dtype": "int8"}, {"state_dtype": "bfloat16", "ema_decay": 0.5}, {"name": "muon"},
-    {"name": "adafactor", "kwargs": {"min_dim_size_to_factor": 32}}, {"offload": True},
+    {"ema_decay": 0.5},
+    {"state_dtype": "int8"},
+    {"name": "muon"},
+    {"name": "adafactor", "kwargs": {"min_dim_size_to_factor": 32}},
 ):
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, **settings), 10)
     results = []
-    for sharded in (False, True):
-        lie = {name: NamedSharding(mesh, places[name]) if sharded else None for name in values}
+    for used in (None, mesh):
+        lie = {name: NamedSharding(mesh, places[name]) if used else None for name in values}
         params = {name: jax.device_put(value, lie[name]) for name, value in values.items()}
-        state = optimizer.init(params)
-        if sharded:
-            wanted = state_shardings(state, params)
-            state = jax.device_put(state, wanted)
+        state = init_like(optimizer.init, params, used)
+        step = jax.jit(optimizer.update)
         for gradient in given:
-            updates, state = jax.jit(optimizer.update)(gradient, state, params)
+            updates, state = step(gradient, state, params)
             params = optax.apply_updates(params, updates)
-        if sharded:
-            for leaf, place in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-                if leaf.size >= 4096:
-                    lies = leaf.sharding
-                    assert lies.is_equivalent_to(place, leaf.ndim), (settings, leaf.shape, lies, place)
-                    assert leaf.addressable_shards[0].data.size * 8 == leaf.size
+        for leaf in jax.tree.leaves(state):
+            if used and leaf.shape in [value.shape for value in values.values()] and leaf.size >= 4096:
+                assert leaf.addressable_shards[0].data.size * 8 == leaf.size, (settings, leaf.sharding)
         results.append(params)
     for name in values:
         # A sum in another order may put a moment into the cell beside.
@@ -243,6 +256,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_states_lie_as_their_parameters_do_and_compute_the_same_there():
     environment = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

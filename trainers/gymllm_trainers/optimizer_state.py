@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
 from gymllm.errors import ConfigError
 
@@ -59,30 +58,31 @@ def blocks_of(shape: tuple[int, ...]) -> tuple[int, int]:
     return axis, -(-length // _BLOCK)
 
 
-def encode(values: Array, *, signed: bool) -> Blocks:
+def encode(values: Array, *, signed: bool, seed: Array | int) -> Blocks:
     """Rounds to 8 bits: "block-wise dynamic quantization", Dettmers et al. 2021 (arXiv:2110.02861), sec. 2.
 
     A code's magnitude has as many leading zeros as the number has decades below the largest of its block,
     and the bits after its leading one divide that decade evenly: 64 steps in the first, half as many in each
-    after. What differs from the paper: no table, but arithmetic, which TPUs do faster; the second moment is
-    kept as its square root, which is what updates divide by, and is never rounded to 0 unless it is 0 (Li et
-    al. 2023, arXiv:2309.01507: a divisor of 0 makes updates explode); embeddings are 8 bits as well.
+    after. What differs from the paper: no table, but arithmetic, which TPUs do faster. Numbers are rounded up
+    or down by chance, so that the mean is right: else what a step changes by less than half a code never
+    changes. The second moment is kept as its square root, which is what updates divide by, and is never
+    rounded to 0 unless it is 0 (Li et al. 2023, arXiv:2309.01507: a divisor of 0 makes updates explode).
+    Embeddings are 8 bits as well.
 
     Args:
         values: float32, any shape of one axis or more, finite.
         signed: Whether numbers may be negative; else the code has eight bits of the square root's magnitude.
+        seed: Decides which are rounded up and which down, uint32.
 
     Returns:
-        Codes and scales. The largest of a block is exact, and what is within 1.4 % of it becomes it (0.7 %
-        without a sign); in the first decade a number is off by half of that at most, in each one below by a
-        fifth of what it is in the one above.
+        Codes and scales. The largest of a block is exact; in the first decade a number is off by at most
+        1.4 % of the largest (0.7 % without a sign), in each below by a fifth of what it is in the one above.
     """
-    wanted = values if signed else jnp.sqrt(values)
-    grouped, axis = _grouped(wanted)
+    grouped, axis = _grouped(values if signed else jnp.sqrt(values))
     scales = jnp.max(jnp.abs(grouped), axis=axis + 1)
     safe = jnp.where(scales > 0, scales, 1)
     share = jnp.abs(grouped) / jnp.expand_dims(safe, axis + 1)
-    codes = _code(share, bits=7 if signed else 8)
+    codes = _code(share, _chance(share.shape, seed), bits=7 if signed else 8)
     if signed:
         codes = jnp.sign(grouped).astype(jnp.int32) * codes
     codes = _ungrouped(codes, values.shape, axis)
@@ -101,14 +101,15 @@ def decode(blocks: Blocks) -> Array:
     return values if signed else jnp.square(values)
 
 
-def _code(share: Array, *, bits: int) -> Array:
-    """Codes of magnitudes from 0 to 1, int32 from 0 to 2**bits - 1."""
+def _code(share: Array, chance: Array, *, bits: int) -> Array:
+    """Codes of magnitudes from 0 to 1, int32 from 0 to 2**bits - 1; chance is from 0 to 1."""
     decades = jnp.floor(jnp.log10(jnp.maximum(share, 1e-30))).astype(jnp.int32) + bits
     decades = jnp.clip(decades, 0, bits - 1)
     cells = jnp.left_shift(1, decades)
     part = share * _power_of_ten(bits - 1 - decades)
-    cell = jnp.floor((part - 0.1) / 0.9 * cells.astype(jnp.float32)).astype(jnp.int32)
-    codes = cells + jnp.clip(cell, 0, cells - 1)
+    place = (part - 0.1) / 0.9 * cells.astype(jnp.float32) - 0.5
+    cell = jnp.floor(place + chance).astype(jnp.int32)
+    codes = jnp.where(share < 1, cells + jnp.clip(cell, 0, cells - 1), 2**bits - 1)
     # With a sign, what is nearer to 0 than to the smallest code is 0; without one only 0 is.
     least = 0.275 * 10.0 ** (1 - bits) if bits == 7 else 0.0
     return jnp.where(share > least, codes, 0)
@@ -121,6 +122,25 @@ def _value(codes: Array, *, bits: int) -> Array:
     share = (0.1 + 0.9 * middle) / _power_of_ten(bits - 1 - decades)
     share = jnp.where(codes == 2**bits - 1, 1.0, share)  # a block's largest, exactly
     return jnp.where(codes > 0, share, 0.0)
+
+
+def _chance(shape: tuple[int, ...], seed: Array | int) -> Array:
+    """As good as random from 0 to 1: a function of the place and the seed alone, on any mesh.
+
+    A few operations a number, which XLA fuses with the rounding; JAX's own generator would take longer than
+    all the rest of the step. The mixing is Wellons' "lowbias32" (2018).
+    """
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    bits = place ^ _mixed(jnp.asarray(seed, jnp.uint32) + jnp.uint32(0x9E3779B9))
+    return (_mixed(bits) >> 8).astype(jnp.float32) / 2**24
+
+
+def _mixed(bits: Array) -> Array:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)
 
 
 def _power_of_ten(exponent: Array) -> Array:
@@ -152,6 +172,15 @@ def _ungrouped(grouped: Array, shape: tuple[int, ...], axis: int) -> Array:
 # ------------------------------------------------------------------ how a state is kept
 
 
+class StoredState(NamedTuple):
+    """An optimizer's state in fewer bits."""
+
+    steps: Array
+    """Steps taken, uint32 scalar: numbers are rounded by another chance at each."""
+    held: Tree
+    """The state, with narrow arrays or `Blocks` where large ones were."""
+
+
 def stored_as(
     inner: optax.GradientTransformation, dtype: StateDtype
 ) -> optax.GradientTransformation:
@@ -159,13 +188,23 @@ def stored_as(
     if dtype == "float32":
         return inner
 
-    def narrow(path: tuple[object, ...], leaf: Array) -> Array | Blocks:
+    def narrow(state: Tree, steps: Array) -> Tree:
+        places = jax.tree_util.tree_leaves_with_path(state)
+        return jax.tree.unflatten(
+            jax.tree.structure(state),
+            [
+                narrow_leaf(path, leaf, steps * jnp.uint32(len(places)) + jnp.uint32(number))
+                for number, (path, leaf) in enumerate(places)
+            ],
+        )
+
+    def narrow_leaf(path: tuple[object, ...], leaf: Array, seed: Array) -> Array | Blocks:
         if leaf.size < SMALLEST or leaf.dtype != jnp.float32:
             return leaf
         if dtype == "bfloat16":
             return leaf.astype(jnp.bfloat16)
         fields = {getattr(key, "name", None) for key in path}
-        return encode(leaf, signed=fields.isdisjoint(_SECOND_MOMENTS))
+        return encode(leaf, signed=fields.isdisjoint(_SECOND_MOMENTS), seed=seed)
 
     def widen(leaf: Array | Blocks) -> Array:
         if isinstance(leaf, Blocks):
@@ -173,14 +212,16 @@ def stored_as(
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
     def init(params: optax.Params) -> Tree:
-        return jax.tree_util.tree_map_with_path(narrow, inner.init(params))
+        steps = jnp.zeros((), jnp.uint32)
+        return StoredState(steps, narrow(inner.init(params), steps))
 
     def update(
         updates: optax.Updates, state: Tree, params: optax.Params | None = None
     ) -> tuple[optax.Updates, Tree]:
-        wide = jax.tree.map(widen, state, is_leaf=lambda leaf: isinstance(leaf, Blocks))
+        wide = jax.tree.map(widen, state.held, is_leaf=lambda leaf: isinstance(leaf, Blocks))
         updates, wide = inner.update(updates, wide, params)
-        return updates, jax.tree_util.tree_map_with_path(narrow, wide)
+        steps = state.steps + jnp.uint32(1)
+        return updates, StoredState(steps, narrow(wide, steps))
 
     return optax.GradientTransformation(init, update)
 
@@ -271,53 +312,3 @@ def mean_parameters(state: Tree, like: Tree) -> Tree | None:
     return jax.tree.map(
         lambda mean, leaf: jax.device_put(mean, leaf.sharding).astype(leaf.dtype), state.mean, like
     )
-
-
-# ------------------------------------------------------------------ where a state lies
-
-
-def state_shardings(state: Tree, params: Tree) -> Tree:
-    """Where each array of an optimizer's state lies on the mesh that the parameters lie on.
-
-    A moment lies as its parameter does, codes and scales of 8 bits too, but for an axis of scales that can't
-    be divided; what belongs to no parameter, and what a factored optimizer has of one, is whole everywhere.
-
-    Args:
-        state: Arrays or `jax.ShapeDtypeStruct`s, of the optimizer's `init` for `params`.
-        params: Arrays or `jax.ShapeDtypeStruct`s with a `NamedSharding` each.
-
-    Returns:
-        A tree as `state`, of `NamedSharding`; each in the memory that the array is in.
-    """
-    places = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    mesh = next(iter(places.values())).sharding.mesh
-
-    def place(path: tuple[object, ...], leaf: Array) -> NamedSharding:
-        keys = tuple(key for key in _keys(path) if key not in (".codes", ".scales"))
-        owner = next((places[keys[at:]] for at in range(len(keys)) if keys[at:] in places), None)
-        spec = PartitionSpec() if owner is None else _spec(leaf.shape, owner)
-        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-        return NamedSharding(mesh, spec, memory_kind=kind)
-
-    return jax.tree_util.tree_map_with_path(place, state)
-
-
-def _spec(shape: tuple[int, ...], owner: Array) -> PartitionSpec:
-    sharding = owner.sharding
-    assert isinstance(sharding, NamedSharding), "parameters on a mesh have a NamedSharding"
-    if shape == owner.shape:
-        return sharding.spec
-    if len(shape) != len(owner.shape):
-        return PartitionSpec()
-    axes = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    for axis, names in enumerate(axes):
-        parts = 1
-        for name in (names,) if isinstance(names, str) else names or ():
-            parts *= sharding.mesh.shape[name]
-        if shape[axis] % parts:
-            axes[axis] = None
-    return PartitionSpec(*axes)
-
-
-def _keys(path: tuple[object, ...]) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,)) for key in path)  # type: ignore[arg-type] # keys of a path
