@@ -135,7 +135,7 @@ def grpo(reward_PG: Rewards, *, eps: float = EPS) -> Rewards:
 def rloo(reward_PG: Rewards) -> Rewards:
     """Reward less the mean of the *other* members' rewards: `centred` times G / (G - 1).
 
-    RLOO, eq. 6 of Ahmadian et al. 2024 (arXiv:2402.14740).
+    RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), after Kool et al. 2019.
 
     Args:
         reward_PG: Return of each episode, float32, shape [P, G] with G >= 2.

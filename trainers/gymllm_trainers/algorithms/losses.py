@@ -139,7 +139,7 @@ def cispo(
 ) -> TokenLoss:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprob: the weight is bounded, no gradient is lost.
 
-    CISPO, eq. 4 and 5 of MiniMax 2025 (arXiv:2506.13585).
+    CISPO, sec. 3.1 of MiniMax 2025 (arXiv:2506.13585).
 
     Args:
         logprob_N: Log-probability under the policy being trained.

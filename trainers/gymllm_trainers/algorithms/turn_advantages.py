@@ -165,7 +165,7 @@ def gae(
 ) -> Gae:
     """Generalised advantage estimation over trained tokens.
 
-    A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma v_{t+1} - v_t: eq. 11 and 16 of Schulman et al. 2015
+    A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma v_{t+1} - v_t: eq. 16 of Schulman et al. 2015
     (arXiv:1506.02438). The token after an episode's last has value and advantage 0. Tokens of the
     environment are no steps: the next step is the next token that the policy generated.
 
@@ -207,7 +207,7 @@ def gae(
 def whitened(advantage_T: npt.ArrayLike, *, eps: float = 1e-8) -> Turns:
     """Batch-wide: shifted and scaled to mean 0 and variance (ddof 1) 1 over all trained tokens of a batch.
 
-    Usual for PPO's advantages (Andrychowicz et al. 2020, arXiv:2006.05990, sec. 3.5).
+    Usual for PPO's advantages (Andrychowicz et al. 2020, arXiv:2006.05990).
 
     Args:
         advantage_T: Of every trained token of the batch, shape [T].
