@@ -63,11 +63,12 @@ def test_of_a_group_by_hand() -> None:
     np.testing.assert_allclose(maxrl(reward_PG), [[3, -1, -1, -1], [0.5, -0.5, 0.5, -0.5]])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", OF_GROUP)
-def test_equal_rewards_give_exactly_zero(name: AdvantageName) -> None:
-    # 0.1 is no float32: its mean over 7 members differs from it by a rounding.
+def test_equal_rewards_give_exactly_zero(name: AdvantageName, dtype: type) -> None:
+    # No binary fraction: in their own precision the mean of 7 can differ from them by a rounding.
     values = (0.1, 0.7, 1e-30, 3e8, 0.0)
-    reward_PG = np.stack([np.full(7, value, np.float32) for value in values])
+    reward_PG = np.stack([np.full(7, value, dtype) for value in values])
     result = group_advantages(name, reward_PG)
     assert result.dtype == np.float32
     assert not result.any()

@@ -95,6 +95,14 @@ def test_turn_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", ["gigpo", "turn"])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1e-30])
+def test_members_that_did_the_same_have_exactly_zero(name, reward: float) -> None:
+    rewards, states = [[0.0, reward]] * 7, [["a", "b"]] * 7
+    found = turn_advantages(name, rewards, states, gamma=0.9, turn_weight=0.5)
+    assert not np.concatenate(found).any()
+
+
+@pytest.mark.parametrize("name", ["gigpo", "turn"])
 def test_settings_go_by_name(name) -> None:
     rewards, states = group(2)
     found = turn_advantages(name, rewards, states, gamma=0.6, turn_weight=0.25, scale="none")
