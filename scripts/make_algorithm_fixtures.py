@@ -3,8 +3,7 @@
 Run it in an environment of its own, and only when the fixture has to change:
 
     python -m venv .venv-peers
-    .venv-peers/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu   # or any torch
-    .venv-peers/bin/pip install trl==1.16.0 ray tensordict omegaconf hydra-core codetiming
+    .venv-peers/bin/pip install torch trl==1.16.0 ray 'tensordict<=0.10' omegaconf codetiming
     .venv-peers/bin/pip install --no-deps verl==0.9.1
     .venv-peers/bin/python scripts/make_algorithm_fixtures.py
 
