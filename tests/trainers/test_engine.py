@@ -78,7 +78,8 @@ def make_engine(
         if self._config != compiled._config:
             return compile_all(self, log)
         log("taken")
-        self._forwards, self._samplers = compiled._forwards, compiled._samplers
+        self._forwards, self._bursts = compiled._forwards, compiled._bursts
+        self._samplers = compiled._samplers
         self._copy = compiled._copy
 
     monkeypatch.setattr(Programs, "compile", take)

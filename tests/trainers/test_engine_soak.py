@@ -534,7 +534,8 @@ def copies(compiled: Programs, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has engines of `CONFIG`'s sizes take what was compiled once; gets how many pages each copy had."""
 
     def take(self: Programs, log: Callable[[str], None] = lambda name: None) -> None:
-        self._forwards, self._samplers = compiled._forwards, compiled._samplers
+        self._forwards, self._bursts = compiled._forwards, compiled._bursts
+        self._samplers = compiled._samplers
         self._copy = compiled._copy
 
     done: list[int] = []

@@ -52,7 +52,8 @@ def engine(
     def take(self: Programs, log: Callable[[str], None] = lambda name: None) -> None:
         if self._config != compiled._config:
             return compile_all(self, log)
-        self._forwards, self._samplers = compiled._forwards, compiled._samplers
+        self._forwards, self._bursts = compiled._forwards, compiled._bursts
+        self._samplers = compiled._samplers
         self._copy = compiled._copy
 
     monkeypatch.setattr(Programs, "compile", take)

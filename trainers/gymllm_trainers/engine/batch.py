@@ -97,6 +97,14 @@ class StepLayout:
             )
         )
 
+    def following(self, packed: Array) -> Array:
+        """The next step's array, where it goes on with what this one samples; there are no blocks."""
+        step = self.unpack(packed)
+        step = step._replace(
+            source_R=jnp.arange(self.rows, dtype=jnp.int32), start_F=step.start_F + step.count_F
+        )
+        return jnp.concatenate([part.reshape(-1) for part in step])
+
     def positions(self, step: StepArrays) -> Array:
         """Position of each token, [T]."""
         inner_QC = step.start_F[self.rows :, None] + jnp.arange(self.block)

@@ -8,6 +8,9 @@ from typing import Literal
 from gymllm.errors import ConfigError
 from gymllm_trainers.models.config import DecoderConfig
 
+_SMALL_MODEL = 20_000_000
+"""Parameters that a device goes through in less time than the host needs for a step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -35,6 +38,10 @@ class EngineConfig:
     on_publish: Literal["keep", "recompute"] = "keep"
     """What running requests do when weights are published: keep their keys and values, or compute them
     again with the new weights before they go on."""
+    burst: int = 0
+    """Tokens that a step generates for each request one after another, without the host between them, where
+    all have been generating for a while and nobody waits; new weights and cancellations wait for its end.
+    0: 8 for models so small that the host would take longer than the device, else 1."""
     cache_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the kept keys and values."""
     tensor: int = 1
@@ -51,7 +58,7 @@ class EngineConfig:
                 raise ConfigError(f"engine.{name} must be >= 1, got {getattr(self, name)}.")
         if self.context_length < 2:
             raise ConfigError(f"engine.context_length must be >= 2, got {self.context_length}.")
-        for name in ("reuse_lag", "pages"):
+        for name in ("reuse_lag", "pages", "burst"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"engine.{name} must be >= 0, got {getattr(self, name)}.")
         sizes = self.prefill_tokens
@@ -72,11 +79,14 @@ class EngineConfig:
         return -(-self.context_length // self.page_size)
 
     def resolved(self, model: DecoderConfig) -> EngineConfig:
-        """The same with `pages` as a model's cache has them.
+        """The same with `pages` as a model's cache has them, and `burst` as suits its size.
 
         Raises:
             ConfigError: cache_mb holds less than one conversation.
         """
+        if not self.burst:
+            small = model.parameters <= _SMALL_MODEL
+            return replace(self, burst=8 if small else 1).resolved(model)
         if self.pages:
             return self
         heads = model.num_hidden_layers * model.num_key_value_heads

@@ -66,6 +66,7 @@ class Desk:
         )
         most = min(sampling.max_new_tokens, self._context_length - len(prompt))
         filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.logit_bias
+        full = bool(penalties or filters or matcher or sampling.top_logprobs)
         return Ticket(
             Request(
                 ids=prompt,
@@ -73,6 +74,7 @@ class Desk:
                 max_new_tokens=sampling.max_new_tokens,
                 # What may come next depends on the last token, which the host must know first.
                 lockstep=penalties or matcher is not None,
+                bursts=not full,
             ),
             sampling,
             where,
@@ -82,7 +84,7 @@ class Desk:
             stops=stops,
             matcher=matcher,
             streaming=streaming,
-            full=bool(penalties or filters or matcher or sampling.top_logprobs),
+            full=full,
             seen=SeenTokens(prompt, most) if penalties else None,
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
@@ -361,6 +362,10 @@ class JaxEngine:
 
     def _work(self) -> bool:
         """Starts a step and reads the one before; False if there is nothing to do."""
+        if self._flight is not None and self._flight.step.burst > 1:
+            # What it brings may end requests, and another one for nothing would take as long.
+            burst, self._flight = self._flight, None
+            self._read(burst)
         self._take_news()
         step = None if self._paused else self._scheduler.schedule()
         before, self._flight = self._flight, None
@@ -398,6 +403,8 @@ class JaxEngine:
         sources = {sample: at for at, sample in enumerate(before.samples)} if before else {}
         packed, samples = pack_step(step, self._programs.layout(*shape), sources)
         previous = self._nothing if before is None else before.previous
+        if step.burst > 1:
+            return self._launch_burst(step, packed, samples, previous)
         hidden, self._cache = self._programs.forward(
             shape, self._leaves, self._cache, packed, previous
         )
@@ -407,6 +414,22 @@ class JaxEngine:
             ticket.started_ns = ticket.started_ns or now
         self._count(step)
         return self._sample(step, samples, tickets, hidden)
+
+    def _launch_burst(
+        self,
+        step: Step,
+        packed: npt.NDArray[np.int32],
+        samples: list[int],
+        previous: Array | npt.NDArray[np.int32],
+    ) -> _Flight:
+        tickets = [self._tickets[_at(step, sample)] for sample in samples]
+        self._count(step)
+        inputs = self._programs.burst_inputs(step.rows)
+        self._draw(inputs, step, samples, tickets)
+        sampled, previous, self._cache = self._programs.burst(
+            step.rows, self._leaves, self._cache, packed, previous, len(samples), inputs
+        )
+        return _Flight(step, samples, tickets, sampled, previous, None, self._version)
 
     def _sample(
         self, step: Step, samples: list[int], tickets: list[Ticket], hidden: Array
@@ -442,34 +465,39 @@ class JaxEngine:
         temperature_F, uniform_F = np.asarray(inputs.temperature), np.asarray(inputs.uniform)
         # Hotter than that all tokens are as likely in float32 already.
         temperature_F[:count] = [min(ticket.sampling.temperature, 1e30) for ticket in tickets]
-        uniform_F[:count] = uniform(
-            np.array([ticket.sampling.seed & _SEEDS for ticket in tickets], np.uint64),
-            np.array([_position(step, sample) for sample in samples]),
-        )
+        seeds = np.array([ticket.sampling.seed & _SEEDS for ticket in tickets], np.uint64)
+        positions = np.array([_position(step, sample) for sample in samples])
+        if step.burst > 1:
+            positions = positions + np.arange(step.burst)[:, None]
+        uniform_F[..., :count] = uniform(seeds, positions)
 
     def _count(self, step: Step) -> None:
         counts, stats = self.counts, self._scheduler.stats
         counts.steps += 1
-        counts.computed_tokens += step.rows + step.blocks * self.config.page_size
+        counts.computed_tokens += step.rows * step.burst + step.blocks * self.config.page_size
         counts.prefill_tokens, counts.reused_tokens = stats.prefilled, stats.reused
         counts.preemptions = stats.preemptions
 
     def _read(self, flight: _Flight) -> None:
         """Takes a step's results: tokens to their requests, ends, and word to whoever waits."""
-        sampled = unpack_sampled(flight.packed)
-        tokens = [0] * (flight.step.rows + flight.step.blocks)
-        for sample, token in zip(flight.samples, sampled.token, strict=False):
-            tokens[sample] = token
+        sampled, burst = unpack_sampled(flight.packed), flight.step.burst
+        tokens = sampled.token
+        if burst == 1:
+            tokens = [0] * (flight.step.rows + flight.step.blocks)
+            for sample, token in zip(flight.samples, sampled.token, strict=False):
+                tokens[sample] = token
         top = None
         if flight.top is not None:
             top = np.asarray(flight.top[0]), np.asarray(flight.top[1])
         where = {id(ticket.request): index for index, ticket in enumerate(flight.tickets)}
-        told: list[Ticket] = []
+        told: dict[Ticket, None] = {}
         for request, token in self._scheduler.complete(flight.step, tokens):
             ticket = self._tickets.get(request)
             if ticket is None:
-                continue
+                continue  # a burst's tokens past the end of a request, too
             index = where[id(request)]
+            if burst > 1:
+                where[id(request)] += flight.step.rows  # of its next token
             if sampled.bad[index]:
                 ticket.error = ticket.error or no_numbers(ticket)
             if not ticket.error:
@@ -486,8 +514,8 @@ class JaxEngine:
                 del self._tickets[request]
                 self.counts.requests += 1
             if ticket.ended or ticket.streaming:
-                told.append(ticket)
-        tell(told)
+                told[ticket] = None
+        tell(list(told))
 
     def _fail_everything(self) -> None:
         with self._wake:

@@ -87,6 +87,7 @@ class Programs:
         self._layouts = {shape: StepLayout.of(config, *shape) for shape in config.shapes}
         self._forwards: dict[tuple[int, int], Callable[..., tuple[Array, PagedCache]]] = {}
         self._samplers: dict[tuple[str, int], Callable[..., Any]] = {}
+        self._bursts: dict[int, Callable[..., tuple[Array, Array, PagedCache]]] = {}
         self._copy: Callable[..., PagedCache] | None = None
 
     def layout(self, rows: int, blocks: int) -> StepLayout:
@@ -120,6 +121,25 @@ class Programs:
             # With kernels in C, what XLA makes of the rest is a third of a small model's step.
             self._forwards[rows, blocks] = compile_ahead(
                 forward, self._leaves, cache, packed, previous, quick=self._kernels is None
+            )
+            if blocks or self._config.burst == 1:
+                continue
+            log(f"engine burst {rows} x {self._config.burst}")
+            burst = jax.jit(
+                self._burst_of(layout),
+                donate_argnums=(1,),
+                out_shardings=None if whole is None else (whole, whole, laid_out),
+            )
+            inputs = self.burst_inputs(rows)
+            self._bursts[rows] = compile_ahead(
+                burst,
+                self._leaves,
+                cache,
+                packed,
+                previous,
+                np.int32(rows),
+                inputs,
+                quick=self._kernels is None,
             )
         for rows in self._config.row_shapes:
             log(f"engine sample {rows}")
@@ -173,6 +193,34 @@ class Programs:
         """
         return self._forwards[shape](leaves, cache, packed, previous)
 
+    def burst(
+        self,
+        rows: int,
+        leaves: list[Array],
+        cache: PagedCache,
+        packed: npt.NDArray[np.int32],
+        previous: Array | npt.NDArray[np.int32],
+        count: int,
+        inputs: PlainInputs,
+    ) -> tuple[Array, Array, PagedCache]:
+        """Computes a burst: a step without blocks, and what each samples as the next one's tokens.
+
+        Args:
+            rows: Of the shape.
+            leaves, cache, packed, previous: As for `forward`; packed is of the first.
+            count: Rows that are sampled.
+            inputs: Temperatures [F], and uniform numbers [burst, F].
+
+        Returns:
+            What each token's sampling gave, [burst, 4, F]; the last tokens as `previous`; and the cache.
+        """
+        return self._bursts[rows](leaves, cache, packed, previous, np.int32(count), inputs)
+
+    def burst_inputs(self, rows: int) -> PlainInputs:
+        """Inputs of a burst, to write to."""
+        uniform = np.zeros((self._config.burst, rows), np.float32)
+        return PlainInputs(np.ones(rows, np.float32), uniform)
+
     def sample_plain(
         self, leaves: list[Array], hidden: Array, count: int, inputs: PlainInputs
     ) -> tuple[Array, Array]:
@@ -200,7 +248,8 @@ class Programs:
         return cache
 
     def __len__(self) -> int:
-        return len(self._forwards) + len(self._samplers) + (self._copy is not None)
+        programs = len(self._forwards) + len(self._bursts) + len(self._samplers)
+        return programs + (self._copy is not None)
 
     # ------------------------------------------------------------------ what is compiled
 
@@ -315,6 +364,34 @@ class Programs:
 
         return forward
 
+    def _burst_of(self, layout: StepLayout) -> Callable[..., tuple[Array, Array, PagedCache]]:
+        forward = self._forward_of(layout)
+
+        def burst(
+            leaves: list[Array],
+            cache: PagedCache,
+            packed: Array,
+            previous_S: Array,
+            count: Array,
+            inputs: PlainInputs,
+        ) -> tuple[Array, Array, PagedCache]:
+            def token(
+                carry: tuple[PagedCache, Array, Array], uniform_F: Array
+            ) -> tuple[tuple[PagedCache, Array, Array], Array]:
+                cache, packed, previous_S = carry
+                hidden_SD, cache = forward(leaves, cache, packed, previous_S)
+                own = PlainInputs(inputs.temperature, uniform_F)
+                sampled, previous_S = self._sample_plain(leaves, hidden_SD, count, own)
+                return (cache, layout.following(packed), previous_S), sampled
+
+            start = (cache, packed, previous_S)
+            (cache, _, previous_S), sampled = jax.lax.scan(
+                token, start, jnp.asarray(inputs.uniform)
+            )
+            return sampled, previous_S, cache
+
+        return burst
+
     def _decoder(self, leaves: list[Array]) -> Decoder:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
 
@@ -322,13 +399,13 @@ class Programs:
         decoder, kernels = self._decoder(leaves), self._kernels
         hidden_FD = hidden_SD[:rows]
         if kernels is None:
-            return decoder.logits(hidden_FD)
+            return decoder.uncapped_logits(hidden_FD)
         active_E = jnp.concatenate([count[None], jnp.arange(rows, dtype=jnp.int32)])
         if decoder.config.tie_word_embeddings:
             logits_FV = kernels.logits_tied(hidden_FD, decoder.embedding[...], active_E)
         else:
             logits_FV = kernels.logits(hidden_FD, decoder.head[...], active_E)
-        return softcap(logits_FV, decoder.config.final_softcap)
+        return logits_FV
 
     def _sample_plain(
         self, leaves: list[Array], hidden_SD: Array, count: Array, inputs: PlainInputs
@@ -341,12 +418,13 @@ class Programs:
                 hidden_SD,
                 (decoder.embedding if tied else decoder.head)[...],
                 count,
-                *inputs,
+                jnp.asarray(inputs.temperature),
+                jnp.asarray(inputs.uniform),
                 tied=tied,
                 softcap=decoder.config.final_softcap,
             )
         logits_FV = self._logits(leaves, hidden_SD, len(inputs.temperature), count)
-        sampled = sample_plain(logits_FV, inputs)
+        sampled = sample_plain(softcap(logits_FV, self.decoder.final_softcap), inputs)
         return _packed(sampled), self._previous(sampled.token)
 
     def _sample_full(
@@ -354,9 +432,15 @@ class Programs:
     ) -> tuple[Array, Array, Array, Array]:
         inputs = FullInputs(*map(jnp.asarray, inputs))
         logits_FV = self._logits(leaves, hidden_SD, len(inputs.temperature), count)
-        full = sample_full(logits_FV, inputs)
-        token = full.sampled.token
-        return _packed(full.sampled), self._previous(token), full.top_ids, full.top_logprobs
+        cap = self.decoder.final_softcap
+        full = sample_full(softcap(logits_FV, cap), inputs)
+        packed_4F = _packed(full.sampled)
+        if self._kernels is not None:
+            # Whoever needs no full sampler gets the bits of the plain one, whatever others need.
+            temperature_F, uniform_F = map(jnp.asarray, (inputs.temperature, inputs.uniform))
+            drawn_4F = self._kernels.draw(logits_FV, temperature_F, uniform_F, softcap=cap)
+            packed_4F = jnp.where(inputs.plain, drawn_4F, packed_4F)
+        return packed_4F, self._previous(packed_4F[0]), full.top_ids, full.top_logprobs
 
     def _previous(self, token_F: Array) -> Array:
         return jnp.zeros((self._config.slots,), jnp.int32).at[: token_F.shape[0]].set(token_F)
@@ -391,8 +475,11 @@ def _packed(sampled: Sampled) -> Array:
 
 
 def unpack_sampled(packed: Array) -> HostSampled:
-    """Waits for what a sampler gave, and reads it."""
-    token, logprob, base_logprob, bad = np.asarray(packed)
+    """Waits for what a sampler or a burst gave, and reads it; a burst's tokens one after another."""
+    numbers = np.asarray(packed)
+    if numbers.ndim == 3:
+        numbers = numbers.transpose(1, 0, 2).reshape(4, -1)
+    token, logprob, base_logprob, bad = numbers
     return HostSampled(
         token.tolist(),
         logprob.view(np.float32).tolist(),

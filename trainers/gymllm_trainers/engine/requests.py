@@ -22,6 +22,8 @@ class Request:
     max_new_tokens: int
     lockstep: bool = False
     """Its next token must not be scheduled before its last one is known."""
+    bursts: bool = True
+    """Whether it can take part in bursts."""
     tag: object = None
     """Whatever else is kept with it: what the device gets of its pages."""
 
@@ -86,7 +88,8 @@ class Step:
     """What one call of a compiled program does. A request's page table is `request.pages` right after
     `Scheduler.schedule`; a request can have several blocks, and a row beside them.
 
-    Samples are numbered: decode row i is i, prefill block q is `rows` + q.
+    Samples are numbered: decode row i is i, prefill block q is `rows` + q. In a burst, which has no blocks,
+    the sample of row i's token j is j * `rows` + i.
     """
 
     decode: tuple[DecodeRow, ...]
@@ -97,3 +100,5 @@ class Step:
     """Prefill blocks of the compiled shape."""
     copies: tuple[tuple[int, int], ...]
     """Pages to copy before the step, as (source, target), at most `slots`; all at once or one by one."""
+    burst: int = 1
+    """Tokens of each decode row, one after another."""

@@ -75,6 +75,8 @@ class FullInputs(NamedTuple):
     """[F, B] float32 below infinity; -inf forbids."""
     allowed: MaskArray
     """[F, W] uint32; token i may be drawn if bit i % 32 of word i // 32 is set."""
+    plain: npt.NDArray[np.bool_] | Array
+    """[F] bool; nothing above changes the row, so that it may be drawn by `sample_plain`."""
 
 
 class Sampled(NamedTuple):
@@ -145,6 +147,7 @@ def neutral_inputs(rows: int, vocabulary: int, *, seen: int = 0, biases: int = 0
         bias_ids=np.full((rows, biases), -1, np.int32),
         bias=np.zeros((rows, biases), np.float32),
         allowed=np.full((rows, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32),
+        plain=np.ones(rows, np.bool_),
     )
 
 

@@ -22,6 +22,9 @@ from gymllm_trainers.engine.config import EngineConfig
 from gymllm_trainers.engine.placement import Placement
 from gymllm_trainers.engine.requests import DecodeRow, PrefillBlock, Request, Step
 
+_BURSTS_BEFORE = 3
+"""A request must have generated so many bursts' tokens before it takes part in one."""
+
 
 @dataclass(frozen=True)
 class SchedulerStats:
@@ -61,7 +64,7 @@ class Scheduler:
             version: Of the weights that the first step runs with.
         """
         self._slots, self._size = config.slots, config.page_size
-        self._context_length = config.context_length
+        self._context_length, self._burst = config.context_length, config.burst
         self._row_shapes, self._block_shapes = config.row_shapes, config.block_shapes
         self._placement = Placement(config, version=version)
         self._pages = self._placement.pages
@@ -164,7 +167,7 @@ class Scheduler:
             self._admit(draft)
             self._prefill(draft)
             if draft.decode or draft.prefill:
-                return self._finished(draft)
+                return self._finished(draft, burst=self._extend(draft))
             if not draft.starved or self._in_flight:
                 return None
             # All wait for pages that the others hold.
@@ -175,17 +178,20 @@ class Scheduler:
 
         Args:
             step: As `schedule` gave it.
-            tokens: Its samples, one for each row and block of the shape.
+            tokens: Its samples, one for each row and block of the shape; of a burst, for each row's every
+                token.
 
         Returns:
-            The tokens that count, now in their requests' `ids`. Requests that are then `full` have ended.
+            The tokens that count, now in their requests' `ids`; a request's in their order. Requests that are
+            then `full` have ended.
         """
         assert self._in_flight
         assert self._in_flight[0] is step
         self._in_flight.popleft()
         counted = [
             (row.request, token)
-            for row, token in zip(step.decode, tokens, strict=False)
+            for first in range(0, step.burst * step.rows, step.rows)
+            for row, token in zip(step.decode, tokens[first:], strict=False)
             if not row.request.ended
         ]
         counted += [
@@ -204,7 +210,37 @@ class Scheduler:
                 self._placement.index(request)
         return counted
 
-    def _finished(self, draft: _Draft) -> Step:
+    def _extend(self, draft: _Draft) -> int:
+        """How many tokens each row of the step takes: several where nothing can come between them.
+
+        What a request would still generate is not known; one that has gone on for a while most likely goes on
+        for as long again, and what is computed past its end is then a small part.
+        """
+        burst = self._burst
+        waiting = self._waiting or draft.prompts or draft.active > len(draft.decode)
+        if burst == 1 or draft.prefill or waiting:
+            return 1
+        for request in (row.request for row in draft.decode):
+            total = len(request.ids) + request.pending  # with this step's own
+            if (
+                not request.bursts
+                or total - request.prompt_length < _BURSTS_BEFORE * burst
+                or total + burst - 1 > request.limit
+            ):
+                return 1
+        size = self._size
+        for request in (row.request for row in draft.decode):
+            while request.computed + burst - 1 > len(request.pages) * size:
+                page = self._pages.take()
+                if not page:
+                    return 1  # what others got already they will need later
+                request.pages.append(page)
+        for request in (row.request for row in draft.decode):
+            request.pending += burst - 1
+            self._placement.computes(request, request.computed + burst - 1)
+        return burst
+
+    def _finished(self, draft: _Draft, *, burst: int) -> Step:
         rows = next(rows for rows in self._row_shapes if rows >= len(draft.decode))
         blocks = next(blocks for blocks in self._block_shapes if blocks >= len(draft.prefill))
         for index, block in enumerate(draft.prefill, rows):
@@ -212,7 +248,9 @@ class Scheduler:
                 block.request.source = index
         if draft.prefill:
             self._refused = None
-        step = Step(tuple(draft.decode), tuple(draft.prefill), rows, blocks, tuple(draft.copies))
+        step = Step(
+            tuple(draft.decode), tuple(draft.prefill), rows, blocks, tuple(draft.copies), burst
+        )
         self._in_flight.append(step)
         return step
 
@@ -325,8 +363,8 @@ class Scheduler:
             draft: Where to.
             most: Blocks that the draft may then have.
         """
-        if request.pending and request.lockstep:
-            return True
+        if request.pending > 1 or (request.pending and request.lockstep):
+            return True  # the host doesn't know all that has to be computed
         size = self._size
         self._placement.follow(request)
         most -= len(draft.prefill)

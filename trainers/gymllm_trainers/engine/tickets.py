@@ -113,6 +113,7 @@ class Ticket:
 def fill_inputs(inputs: FullInputs, index: int, ticket: Ticket) -> None:
     """Writes what one request asks of the full sampler."""
     sampling = ticket.sampling
+    inputs.plain[index] = False
     inputs.top_k[index] = min(sampling.top_k, _MOST_TOP_K)
     inputs.top_p[index] = sampling.top_p
     inputs.min_p[index] = sampling.min_p

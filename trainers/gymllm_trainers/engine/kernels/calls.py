@@ -193,31 +193,37 @@ class Kernels:
         known = compute == jnp.float32 or (compute == jnp.bfloat16 and halves)
         return known and dtypes == {compute} and not adapters and not config.num_experts
 
-    def trunk(self, inputs: TrunkInputs, weights: dict[str, Array], shape: TrunkShape) -> tuple[Array, PagedCache]:
+    def trunk(
+        self, inputs: TrunkInputs, weights: dict[str, Array], shape: TrunkShape
+    ) -> tuple[Array, PagedCache]:
         """Every layer of a dense decoder without adapters, for an engine's step.
 
         Args:
             inputs: What the step is of.
-            weights: A layer's parameters by `layer_shapes`' names, stacked, and "norm", the final one; kernels in x's type.
+            weights: A layer's parameters by `layer_shapes`' names, stacked, and "norm", the final one;
+                kernels in x's type.
             shape: What is compiled in.
 
         Returns:
-            Hidden states after the final norm, [T, D] in x's type, 0 for tokens that are not active; and the cache.
+            Hidden states after the final norm, [T, D] in x's type, 0 for tokens that are not active; and the
+            cache.
         """
         none = jnp.zeros((0,), jnp.float32)
+        zeros_L = jnp.zeros((inputs.cache.key.shape[0],), jnp.int32)
         x_TD, cache = _known(inputs.x_TD), inputs.cache
         local = inputs.local_rope or inputs.rope
-        layers = cache.key.shape[0]
-        zeros_L = jnp.zeros((layers,), jnp.int32)
+        integers = (
+            *(inputs.slot_T, inputs.table_FM, inputs.start_F, inputs.count_F, inputs.active_E),
+            zeros_L if inputs.windows_L is None else inputs.windows_L,
+            zeros_L if inputs.slides_L is None else inputs.slides_L,
+        )
         shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (x_TD, *cache)]
         call = jax.ffi.ffi_call(f"{self.prefix}_trunk", shapes, input_output_aliases={5: 1, 6: 2})
         hidden_TD, key, value = call(
             x_TD,
             *(part.astype(jnp.float32) for part in (*inputs.rope, *local)),
             *cache,
-            *(_int32(part) for part in (inputs.slot_T, inputs.table_FM, inputs.start_F, inputs.count_F, inputs.active_E)),
-            zeros_L if inputs.windows_L is None else _int32(inputs.windows_L),
-            zeros_L if inputs.slides_L is None else _int32(inputs.slides_L),
+            *map(_int32, integers),
             *(_known(weights.get(name, none)) for name in _TRUNK_WEIGHTS),
             rows=np.int64(shape.rows),
             block=np.int64(shape.block),
@@ -253,11 +259,13 @@ class Kernels:
             softcap: Of the logits.
 
         Returns:
-            int32 [4, F]: token, bits of its log-probability, bits of that at temperature 1, whether nothing could be drawn;
-            and the tokens as int32 [S], 0 past F.
+            int32 [4, F]: token, bits of its log-probability, bits of that at temperature 1, whether nothing
+            could be drawn; and the tokens as int32 [S], 0 past F.
         """
         hidden_SD, head = _known(hidden_SD), _known(head)
-        pairs = head.dtype == jnp.bfloat16 and self.multiplies_bfloat16 and hidden_SD.shape[1] % 2 == 0
+        pairs = (
+            head.dtype == jnp.bfloat16 and self.multiplies_bfloat16 and hidden_SD.shape[1] % 2 == 0
+        )
         if not pairs:
             hidden_SD = hidden_SD.astype(jnp.float32)
         shapes = [
@@ -275,11 +283,18 @@ class Kernels:
         )
         return packed_4F, previous_S
 
-    def draw(self, logits_FV: Array, temperature_F: Array, uniform_F: Array) -> Array:
-        """`sampling.sample_plain`, int32 [4, F] as `sample` has it: the same bits as there."""
+    def draw(
+        self, logits_FV: Array, temperature_F: Array, uniform_F: Array, *, softcap: float | None
+    ) -> Array:
+        """Of logits, int32 [4, F] as `sample` has it, and the same bits as there."""
         shape = jax.ShapeDtypeStruct((4, logits_FV.shape[0]), jnp.int32)
         call = jax.ffi.ffi_call(f"{self.prefix}_draw", shape)
-        return call(logits_FV, temperature_F.astype(jnp.float32), uniform_F.astype(jnp.float32))
+        return call(
+            logits_FV,
+            temperature_F.astype(jnp.float32),
+            uniform_F.astype(jnp.float32),
+            softcap=np.float32(softcap or 0.0),
+        )
 
     def _multiply(
         self,

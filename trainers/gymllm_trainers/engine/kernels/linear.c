@@ -109,47 +109,62 @@ INLINE void multiply_tile(const Tile *tile, const int rows, const int vectors, c
       store(tile->out[row] + vector * LANES, sums[row][vector]);
 }
 
-INLINE void multiply_rows(const Tile *tile, int rows, const Kind kind, const bool packed) {
-  switch (rows) {
-    case 1: return multiply_tile(tile, 1, VECTORS, kind, packed);
-    case 2: return multiply_tile(tile, 2, VECTORS, kind, packed);
-    case 3: return multiply_tile(tile, 3, VECTORS, kind, packed);
-    case 4: return multiply_tile(tile, 4, VECTORS, kind, packed);
+#define TILE(rows, vectors) \
+  case 16 * rows + vectors: return multiply_tile(tile, rows, vectors, kind, packed)
+#define TILES(rows) \
+  TILE(rows, 1);    \
+  TILE(rows, 2);    \
+  TILE(rows, 3)
+
+INLINE void multiply_rows(const Tile *tile, int rows, int vectors, const Kind kind, const bool packed) {
+  switch (16 * rows + vectors) {
+    TILES(1);
+    TILES(2);
+    TILES(3);
+    TILES(4);
 #if ROWS == 8
-    case 5: return multiply_tile(tile, 5, VECTORS, kind, packed);
-    case 6: return multiply_tile(tile, 6, VECTORS, kind, packed);
-    case 7: return multiply_tile(tile, 7, VECTORS, kind, packed);
-    case 8: return multiply_tile(tile, 8, VECTORS, kind, packed);
+    TILES(5);
+    TILES(6);
+    TILES(7);
+    TILES(8);
 #endif
   }
 }
 
 INLINE void multiply_direct(const Tile *tile, int rows, int vectors, const Kind kind) {
 #if MOST_VECTORS == 12
+  const bool packed = false;
   // Few rows leave registers for wider panels, which memory likes better.
-  if (vectors == 12 && rows == 1) return multiply_tile(tile, 1, 12, kind, false);
-  if (vectors == 12 && rows == 2) return multiply_tile(tile, 2, 12, kind, false);
-  if (vectors == 6) {
-    switch (rows) {
-      case 1: return multiply_tile(tile, 1, 6, kind, false);
-      case 2: return multiply_tile(tile, 2, 6, kind, false);
-      case 3: return multiply_tile(tile, 3, 6, kind, false);
-      case 4: return multiply_tile(tile, 4, 6, kind, false);
-    }
+  switch (16 * rows + vectors) {
+    TILE(1, 12);
+    TILE(1, 8);
+    TILE(1, 6);
+    TILE(1, 4);
+    TILE(2, 12);
+    TILE(2, 8);
+    TILE(2, 6);
+    TILE(2, 4);
+    TILE(3, 6);
+    TILE(3, 4);
+    TILE(4, 6);
+    TILE(4, 4);
   }
 #endif
-  (void)vectors;
-  multiply_rows(tile, rows, kind, false);
+  multiply_rows(tile, rows, vectors, kind, false);
 }
 
 static void multiply_float32(const Tile *tile, int rows, int vectors) { multiply_direct(tile, rows, vectors, FLOAT32); }
 static void multiply_bfloat16(const Tile *tile, int rows, int vectors) {
   multiply_direct(tile, rows, vectors, BFLOAT16);
 }
-static void multiply_packed_float32(const Tile *tile, int rows) { multiply_rows(tile, rows, FLOAT32, true); }
+static void multiply_packed_float32(const Tile *tile, int rows, int vectors) {
+  multiply_rows(tile, rows, vectors, FLOAT32, true);
+}
 #if HAS_PAIRS
 static void multiply_pairs(const Tile *tile, int rows, int vectors) { multiply_direct(tile, rows, vectors, PAIRS); }
-static void multiply_packed_pairs(const Tile *tile, int rows) { multiply_rows(tile, rows, PACKED_PAIRS, true); }
+static void multiply_packed_pairs(const Tile *tile, int rows, int vectors) {
+  multiply_rows(tile, rows, vectors, PACKED_PAIRS, true);
+}
 #endif
 
 // One step's 32-bit word of a column: a float32, or a pair.
@@ -194,16 +209,17 @@ INLINE void transpose_words(const Floats *rows, float *packed) {
 }
 #endif
 
-// Lays a panel out [steps, PANEL]; columns past the last one are zero. `next` is the panel after it.
+// Lays a panel out [steps, PANEL]; what is past the last column in its vector is zero. `next` is the panel after it.
 static void pack(const Product *product, long column, long columns, long first_step, long steps, const char *next,
                  bool ahead, float *packed) {
   const Kind kind = product->kind;
-  long done = 0;
-  if (columns == PANEL && !product->tied) {
+  const int whole = (int)(columns / LANES);
+  long done = 0;  // steps whose whole vectors are laid out
+  if (!product->tied) {
     const long stride = product->columns * number_bytes(kind) * (kind == PAIRS ? 2 : 1);
     const char *kernel = product->kernel + first_step * stride + column * number_bytes(kind);
     for (; done < steps; done++, kernel += stride)
-      UNROLL for (int vector = 0; vector < VECTORS; vector++) {
+      for (int vector = 0; vector < whole; vector++) {
         float *to = packed + done * PANEL + vector * LANES;
         if (kind == FLOAT32) store(to, load_step(FLOAT32, kernel, stride, vector));
         else if (kind == BFLOAT16) store(to, load_step(BFLOAT16, kernel, stride, vector));
@@ -211,11 +227,11 @@ static void pack(const Product *product, long column, long columns, long first_s
       }
   }
 #if LANES == 16
-  if (columns == PANEL && product->tied) {
+  if (product->tied) {
     const long row_bytes = product->depth * number_bytes(kind), step_bytes = kind == BFLOAT16 ? 2 : 4;
     const char *kernel = product->kernel + column * row_bytes + first_step * step_bytes;
     for (; done + 16 <= steps; done += 16)
-      for (int vector = 0; vector < VECTORS; vector++) {
+      for (int vector = 0; vector < whole; vector++) {
         Floats rows[16];
         UNROLL for (int lane = 0; lane < 16; lane++) {
           const char *from = kernel + (vector * 16 + lane) * row_bytes + done * step_bytes;
@@ -226,10 +242,12 @@ static void pack(const Product *product, long column, long columns, long first_s
       }
   }
 #endif
-  for (; done < steps; done++)
-    for (long at = 0; at < PANEL; at++) {
-      const uint32_t word = at < columns ? read_word(product, first_step + done, column + at) : 0;
-      memcpy(packed + done * PANEL + at, &word, 4);
+  // What is left: a broken vector of each step, and the last steps.
+  const long width = (columns + LANES - 1) / LANES * LANES;
+  for (long step = 0; step < steps; step++)
+    for (long at = step < done ? whole * LANES : 0; at < width; at++) {
+      const uint32_t word = at < columns ? read_word(product, first_step + step, column + at) : 0;
+      memcpy(packed + step * PANEL + at, &word, 4);
     }
 }
 
@@ -245,6 +263,8 @@ static void multiply_packed_panel(const Product *product, long column, const int
   const long columns = product->columns - column < PANEL ? product->columns - column : PANEL;
   const long all_steps = product->kind == PAIRS ? product->depth / 2 : product->depth;
   const long x_stride = product->depth * (product->kind == PAIRS ? 2 : 4);
+  const int vectors = (int)((columns + LANES - 1) / LANES);
+  const bool broken = columns % LANES;
   float partial[ROWS][PANEL];
   for (long first = 0; first < all_steps; first += DEPTH) {
     const long steps = all_steps - first < DEPTH ? all_steps - first : DEPTH;
@@ -267,15 +287,15 @@ static void multiply_packed_panel(const Product *product, long column, const int
         const long from = rows[at + row];
         float *out = product->out + from * product->columns + column;
         tile.x[row] = product->x + from * x_stride + 4 * first;
-        tile.out[row] = columns == PANEL ? out : partial[row];
-        if (columns < PANEL && tile.more) memcpy(partial[row], out, columns * 4);
+        tile.out[row] = broken ? partial[row] : out;
+        if (broken && tile.more) memcpy(partial[row], out, columns * 4);
       }
 #if HAS_PAIRS
-      if (product->kind == PAIRS) multiply_packed_pairs(&tile, count);
+      if (product->kind == PAIRS) multiply_packed_pairs(&tile, count, vectors);
       else
 #endif
-        multiply_packed_float32(&tile, count);
-      if (columns < PANEL)
+        multiply_packed_float32(&tile, count, vectors);
+      if (broken)
         for (int row = 0; row < count; row++)
           memcpy(product->out + (long)rows[at + row] * product->columns + column, partial[row], columns * 4);
       at += count;
@@ -329,9 +349,9 @@ void multiply_unit(const void *data, int unit) {
   const int direct_rows = product->kind == BFLOAT16 ? DIRECT_ROWS / 2 : DIRECT_ROWS;
   const bool direct = !product->tied && count <= (cached ? direct_rows : ROWS);
   for (long column = first; column < end;) {
-    int vectors = direct ? product->vectors : VECTORS;
-    if (column + vectors * LANES > end) vectors = VECTORS;
-    if (direct && column + vectors * LANES <= end) {
+    const long left = (end - column) / LANES;
+    if (direct && left) {
+      const int vectors = left >= product->vectors ? product->vectors : left >= VECTORS ? VECTORS : (int)left;
       multiply_direct_panel(product, column, rows, count, vectors);
       column += vectors * LANES;
       continue;
@@ -347,12 +367,20 @@ void multiply_unit(const void *data, int unit) {
 
 int divide_product(Product *product, int threads) {
   product->threads = threads;
-  // Wide panels, if they leave enough units for every thread.
+  // Wide panels, if they leave enough units for every thread, and all of them the same to do.
   const int rows = product->active_rows;
-  const int widest = rows <= 2 ? MOST_VECTORS : rows <= 4 ? MOST_VECTORS / 2 : VECTORS;
   product->vectors = VECTORS;
-  for (int vectors = 2 * VECTORS; vectors <= widest; vectors *= 2)
-    if (product->columns >= 2L * threads * vectors * LANES) product->vectors = vectors;
+#if MOST_VECTORS == 12
+  const int widths[] = {12, 8, 6, 4}, all = (int)(product->columns / LANES);
+  for (int at = 0; at < 4; at++) {
+    const int width = widths[at], units = (all + width - 1) / width;
+    if (width > (rows <= 2 ? 12 : 6) || rows > 4) continue;
+    if (units % threads == 0 && (all % width == 0 || units >= 4 * threads)) {
+      product->vectors = width;
+      break;
+    }
+  }
+#endif
   // A unit's row has whole lines of the cache, so that no two threads read one.
   product->unit_columns = product->vectors * LANES;
   while (product->unit_columns * number_bytes(product->kind) % 64) product->unit_columns *= 2;

@@ -13,9 +13,9 @@
 #define ONE 1073741824.0f
 
 typedef struct {
-  float *logits;  // [F, V]
+  const float *logits;  // [F, V]
   const float *temperature, *uniform;
-  long count, rows, words;  // rows that are sampled, F, V
+  long rows, words;  // F, V
   float softcap;            // 0: none
   int32_t *packed;          // [4, F]: token, log-probability, that at temperature 1, whether nothing could be drawn
   int32_t *previous;        // [S]; or NULL
@@ -100,21 +100,22 @@ static long draw_token(const float *powers, long words, float sum, float uniform
 static void draw_row(const void *data, int row) {
   const Draw *draw = data;
   const long words = draw->words;
-  float *logits = draw->logits + row * words;
+  const float *logits = draw->logits + row * words;
   int32_t *packed = draw->packed + row;
-  float *powers = scratch(UNIT_SCRATCH, (words + (words + DEPTH - 1) / DEPTH + 2 * LANES) * 4);
+  float *powers = scratch(UNIT_SCRATCH, (2 * words + (words + DEPTH - 1) / DEPTH + 2 * LANES) * 4);
+  float *capped = powers + words + LANES;
   Floats highest = splat(-INFINITY);
   Ints strange = (Ints)splat(0);
   for (long at = 0; at < words; at += LANES) {
     Floats part = load_words(logits + at, words - at);
-    if (draw->softcap > 0) {
+    if (draw->softcap > 0 && powers) {
       part = splat(draw->softcap) * hyperbolic_tangent(part / splat(draw->softcap));
-      if (words - at >= LANES) store(logits + at, part);
-      else memcpy(logits + at, &part, (words - at) * 4);
+      memcpy(capped + at, &part, words - at >= LANES ? sizeof part : (words - at) * 4);
     }
     strange |= is_nan(part);
     highest = larger(highest, part);
   }
+  if (draw->softcap > 0) logits = capped;
   float top = -INFINITY;
   for (int lane = 0; lane < LANES; lane++) top = highest[lane] > top ? highest[lane] : top;
   long token = 0;
@@ -129,7 +130,7 @@ static void draw_row(const void *data, int row) {
       // As sampling._scaled has it.
       const float divisor = temperature < 1e-30f ? 1e-30f : temperature > 1e37f ? 1e37f : temperature;
       const float sum = divisor == 1 ? base_sum : exponentials(logits, words, top, divisor, powers);
-      token = draw_token(powers, words, sum, draw->uniform[row], (int32_t *)(powers + words + LANES));
+      token = draw_token(powers, words, sum, draw->uniform[row], (int32_t *)(capped + words));
       logprob = (logits[token] - top) / divisor - logf(sum);
     }
     base = logits[token] - top - logf(base_sum);
@@ -181,7 +182,6 @@ XLA_FFI_Error *gymllm_sample(XLA_FFI_CallFrame *frame) {
                    .draw = {.logits = (float *)memory,
                             .temperature = argument(frame, 3)->data,
                             .uniform = argument(frame, 4)->data,
-                            .count = count,
                             .rows = rows,
                             .words = words,
                             .softcap = get_float(frame, "softcap"),
@@ -197,7 +197,7 @@ XLA_FFI_Error *gymllm_sample(XLA_FFI_CallFrame *frame) {
   return NULL;
 }
 
-// Arguments: logits [F, V], which are not written to, temperature [F], uniform [F]. Result: [4, F].
+// Arguments: logits [F, V], temperature [F], uniform [F]. Attribute: softcap. Result: [4, F].
 XLA_FFI_Error *gymllm_draw(XLA_FFI_CallFrame *frame) {
   if (answer_metadata(frame)) return NULL;
   const XLA_FFI_Buffer *logits = argument(frame, 0), *packed = result(frame, 0);
@@ -206,6 +206,7 @@ XLA_FFI_Error *gymllm_draw(XLA_FFI_CallFrame *frame) {
                      .uniform = argument(frame, 2)->data,
                      .rows = packed->dims[1],
                      .words = logits->dims[1],
+                     .softcap = get_float(frame, "softcap"),
                      .packed = packed->data};
   const int threads = draw.rows * draw.words > WORTH_SHARING ? count_threads(frame) : 1;
   run_parallel(frame, threads, (int)draw.rows, draw_row, &draw);
