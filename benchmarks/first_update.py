@@ -26,6 +26,7 @@ from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
 from gymllm_agents import ConversationConfig, ModelAgent, train_tokenizer
 from gymllm_trainers.engine import EngineConfig, JaxEngine
+from gymllm_trainers.algorithms.config import AlgorithmConfig
 from gymllm_trainers.learner import Learner, LearnerConfig
 from gymllm_trainers.memory import keep_freed_memory
 from gymllm_trainers.models import Decoder, DecoderConfig
@@ -79,7 +80,8 @@ async def measure(steps: int) -> tuple[list[float], int, dict[str, float]]:
     started = time.perf_counter()
     learner = Learner(
         decoder,
-        LearnerConfig(groups_per_step=2, zero_variance="keep"),
+        LearnerConfig(groups_per_step=2),
+        algorithm=AlgorithmConfig(zero_variance="keep"),
         row_tokens=704,
         temperature=1.0,
         max_lag=config.max_lag,

@@ -275,7 +275,7 @@ def test_the_merged_configuration_is_saved(finished: Moment) -> None:
     saved = read_yaml(finished.run / "config.yaml")
     assert saved["env"]["kwargs"] == {"size": 2}
     assert saved["warm_start"]["episodes"] == 70
-    assert saved["learner"]["loss"] == "ppo_clip"
+    assert saved["algorithm"]["preset"] == "default"
     assert saved["rollout"]["max_lag"] == MAX_LAG
 
 

@@ -25,7 +25,8 @@ players:
 agent: {max_new_tokens: 6}
 rollout: {group_size: 2, concurrency: 8}
 engine: {slots: 8, context_length: 384}
-learner: {groups_per_step: 4, zero_variance: keep}
+algorithm: {zero_variance: keep}
+learner: {groups_per_step: 4}
 warm_start: {enabled: false}
 checkpoint: {every: 1}
 metrics: {wandb: "off", display: false}

@@ -120,7 +120,7 @@ def test_mistake_in_a_flag_ends_with_code_2_and_says_what_would_do(capsys, argum
     ("flag", "meant"),
     [
         ("--group-sise", "Did you mean --rollout.group-size?"),
-        ("--learning_rate=1", "--learner.learning-rate or --warm-start.learning-rate"),
+        ("--learning_rate=1", "--optimizer.learning-rate or --warm-start.learning-rate"),
     ],
 )
 def test_flag_without_its_section_is_answered_with_the_whole_one(flag, meant):
@@ -186,7 +186,7 @@ def test_unknown_environment_is_refused_before_anything_is_made():
 
 
 def test_saved_config_reads_back_to_an_equal_one(tmp_path):
-    arguments = ["--name", "a", "--learner.learning-rate", "1e-5", "--metrics.wandb", "off"]
+    arguments = ["--name", "a", "--optimizer.learning-rate", "1e-5", "--metrics.wandb", "off"]
     config = load_config([*arguments, "--env.kwargs", "size", "5"])
     file = tmp_path / "config.yaml"
     file.write_text(config_yaml(config))

@@ -15,17 +15,33 @@ from gymllm.errors import ConfigError
 from gymllm.ledger import NO_VERSION, Segment
 from gymllm.task import Task
 from gymllm.trajectory import Ending, Group, Trajectory
+from gymllm_trainers.algorithms.config import AlgorithmConfig
 from gymllm_trainers.learner import Learner, LearnerConfig
 from gymllm_trainers.models import Decoder
+from gymllm_trainers.optimizer import OptimizerConfig
 from gymllm_trainers.packing import TrainingSequence
 
 MakeDecoder = Callable[[int], Decoder]
-CONFIG = LearnerConfig(learning_rate=1e-3, max_grad_norm=1e6, rows=2, head_chunk=16)
+CONFIG = LearnerConfig(rows=2, head_chunk=16, smaller_shapes=0)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, max_grad_norm=1e6)
 
 
-def new_learner(decoder: Decoder, *, row_tokens: int = 64, **settings: object) -> Learner:
-    config = replace(CONFIG, **settings)  # type: ignore[arg-type] # built for tests
-    return Learner(decoder, config, row_tokens=row_tokens, temperature=1.0, max_lag=2)
+def new_learner(
+    decoder: Decoder,
+    *,
+    row_tokens: int = 64,
+    algorithm: AlgorithmConfig | None = None,
+    **settings: object,
+) -> Learner:
+    return Learner(
+        decoder,
+        replace(CONFIG, **settings),  # type: ignore[arg-type] # built for tests
+        algorithm=algorithm,
+        optimizer=OPTIMIZER,
+        row_tokens=row_tokens,
+        temperature=1.0,
+        max_lag=2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +136,7 @@ def gradient(one: Learner) -> list[np.ndarray]:
 
     parts = jax.tree.leaves(one.state.optimizer, is_leaf=is_adam)
     (adam,) = (part for part in parts if is_adam(part))
-    return [np.asarray(leaf) / (1 - one.config.adam_b1) for leaf in jax.tree.leaves(adam.mu)]
+    return [np.asarray(leaf) / (1 - OPTIMIZER.b1) for leaf in jax.tree.leaves(adam.mu)]
 
 
 def parameters(one: Learner) -> list[np.ndarray]:
@@ -273,7 +289,7 @@ def test_a_group_without_variance_is_refilled_or_kept(
     assert learner.groups == 0
     metrics = learner.step()
     assert metrics == {"gradient_norm": 0, "zero_variance_groups": 1}
-    keeper = new_learner(make_decoder(0), zero_variance="keep")
+    keeper = new_learner(make_decoder(0), algorithm=AlgorithmConfig(zero_variance="keep"))
     assert keeper.add_group(flat)
     assert keeper.groups == 1
 
@@ -401,9 +417,9 @@ def test_greedy_trajectories_are_refused(make_decoder: MakeDecoder) -> None:
         ({"groups_per_step": 0}, "learner.groups_per_step must be >= 1, got 0"),
         ({"rows": 0}, "learner.rows must be >= 1, got 0"),
         ({"head_chunk": 0}, "learner.head_chunk must be >= 1, got 0"),
-        ({"learning_rate": 0.0}, "learner.learning_rate must be > 0, got 0.0"),
-        ({"learning_rate": float("nan")}, "learner.learning_rate must be > 0, got nan"),
-        ({"max_grad_norm": -1.0}, "learner.max_grad_norm must be > 0, got -1.0"),
+        ({"row_tokens": -1}, "learner.row_tokens must be >= 0, got -1"),
+        ({"epochs": 0}, "learner.epochs must be >= 1, got 0"),
+        ({"mini_batches": 5}, "learner.mini_batches is 5, but a batch has only 4 groups"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting, message) -> None:

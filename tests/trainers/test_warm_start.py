@@ -27,13 +27,13 @@ from gymllm_trainers import train
 from gymllm_trainers import warm_start as module
 from gymllm_trainers.config import load_config
 from gymllm_trainers.models import DecoderConfig, load_model
+from gymllm_trainers.supervised import imitation
 from gymllm_trainers.warm_start import (
     WarmStartConfig,
     cache_folder,
     learn_tokenizer,
     random_start,
     scripted_episodes,
-    supervised,
     warm_start,
 )
 
@@ -206,13 +206,13 @@ async def test_environment_without_a_player_needs_none_for_random_weights(
 @pytest.mark.asyncio
 async def test_what_is_imitated_is_what_the_player_said() -> None:
     (trajectory,) = await play(0.5, episodes=1)
-    (sequence,) = supervised(trajectory)
+    (sequence,) = imitation(trajectory.segments)
     segment = trajectory.segments[0]
     np.testing.assert_array_equal(sequence.ids, segment.ids)
     np.testing.assert_array_equal(sequence.mask, segment.mask)
     assert (sequence.advantage == 1).all()
     silent = replace(segment, mask=np.zeros_like(segment.mask))
-    assert supervised(replace(trajectory, segments=(silent,))) == []
+    assert imitation((silent,)) == []
 
 
 @pytest.mark.asyncio

@@ -23,6 +23,8 @@ import tyro
 from gymllm.errors import ConfigError, RunError
 from gymllm.registration import check_id
 from gymllm.rollout import RolloutConfig
+from gymllm_trainers.algorithms.config import AlgorithmConfig
+from gymllm_trainers.algorithms.resolve import resolve
 from gymllm_trainers.build import EnvSettings
 from gymllm_trainers.config_files import (
     flatten,
@@ -36,8 +38,10 @@ from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import LearnerConfig
 from gymllm_trainers.metrics import WandbMode
 from gymllm_trainers.models.decoder import RematPolicy
+from gymllm_trainers.optimizer import OptimizerConfig
 from gymllm_trainers.players import AgentSettings, PlayerSettings
 from gymllm_trainers.run_folder import RunFolder
+from gymllm_trainers.supervised import SupervisedConfig
 from gymllm_trainers.warm_start import WarmStartConfig
 
 
@@ -115,7 +119,7 @@ class TrainConfig:
     seed: int = 0
     """Decides tasks, sampling and initial weights."""
     steps: int = 40
-    """Optimizer steps, those before a resume included."""
+    """Batches that are trained on, those before a resume included."""
     runs_dir: Path = Path("runs")
     """Where the folders of runs are."""
     resume: Path | None = None
@@ -131,7 +135,10 @@ class TrainConfig:
     --players.player_1.engine frozen. One called "*" plays everyone who is not named."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
@@ -141,6 +148,7 @@ class TrainConfig:
             raise ConfigError(f"steps must be >= 1, got {self.steps}.")
         if self.seed < 0:
             raise ConfigError(f"seed must be >= 0, got {self.seed}.")
+        resolve(self.algorithm, updates=self.learner.updates)
 
 
 _KWARGS_FLAGS = ("--env.kwargs.", "--env-kwargs.")
@@ -158,12 +166,36 @@ FIXED_ON_RESUME = (
     "agent",
     "players",
     "rollout.group_size",
+    "algorithm.preset",
+    "algorithm.advantage",
+    "optimizer.name",
+    "optimizer.state_dtype",
+    "optimizer.ema_decay",
+    "supervised",
     "warm_start",
 )
 """What a run can't change half-way: its checkpoint or its task order would mean something else."""
 
+MOVED = {
+    "learner.learning_rate": "optimizer.learning_rate",
+    "learner.warmup_steps": "optimizer.warmup_steps",
+    "learner.final_rate": "optimizer.final_rate",
+    "learner.adam_b1": "optimizer.b1",
+    "learner.adam_b2": "optimizer.b2",
+    "learner.weight_decay": "optimizer.weight_decay",
+    "learner.max_grad_norm": "optimizer.max_grad_norm",
+    "learner.advantage": "algorithm.advantage",
+    "learner.loss": "algorithm.loss",
+    "learner.clip_low": "algorithm.clip_low",
+    "learner.clip_high": "algorithm.clip_high",
+    "learner.correction": "algorithm.correction",
+    "learner.correction_cap": "algorithm.correction_cap",
+    "learner.zero_variance": "algorithm.zero_variance",
+}
+"""Settings by their old names, and what they are called now."""
 
-_DESCRIPTION = """Trains a language model on an environment with GRPO.
+
+_DESCRIPTION = """Trains a language model on an environment, with GRPO or whatever --algorithm.preset says.
 
 Without arguments: gymllm's own tiny model on FrozenLake, a few minutes on a laptop. Flags go over
 --config FILE.yaml, which goes over the defaults shown here.
@@ -191,6 +223,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     Raises:
         ConfigError: A key, value or file that can't be used.
     """
+    _check_moved(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
     first.add_argument("--resume", type=Path)
@@ -203,10 +236,10 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
                 "--resume goes on with the run's own configuration: leave out --config, and give "
                 "what should change as flags."
             )
-        saved = merge(base, read_yaml(RunFolder.open(files.resume).config))
+        saved = merge(base, _read(RunFolder.open(files.resume).config))
         base = dataclasses.replace(saved, resume=files.resume)
     elif files.config is not None:
-        base = merge(base, read_yaml(files.config))
+        base = merge(base, _read(files.config))
         if base.resume is not None:
             raise ConfigError(f"{files.config} sets resume: give --resume on the command line.")
     arguments, kwargs = take_env_kwargs(argv)
@@ -224,6 +257,29 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     if saved is not None:
         _check_resumable(saved, config)
     return config
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    """A file of settings.
+
+    Raises:
+        ConfigError: It can't be read, or has a setting by its old name.
+    """
+    read = read_yaml(path)
+    for old, new in MOVED.items():
+        section, _, name = old.partition(".")
+        held = read.get(section)
+        if isinstance(held, Mapping) and name in held:
+            raise ConfigError(f"{path}: {old} is called {new} now. Write it there.")
+    return read
+
+
+def _check_moved(argv: Sequence[str]) -> None:
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in MOVED:
+            flag = f"--{MOVED[name].replace('_', '-')}"
+            raise ConfigError(f"{word.partition('=')[0]} is called {flag} now.")
 
 
 def open_run_folder(config: TrainConfig) -> RunFolder:

@@ -73,5 +73,5 @@ class FlatGroups:
             )
         return (
             "Try easier tasks (env.id, env.kwargs), a higher agent.temperature, a larger "
-            f"rollout.group_size, or learner.zero_variance keep; {most}."
+            f"rollout.group_size, or algorithm.zero_variance keep; {most}."
         )

@@ -59,6 +59,7 @@ from gymllm_trainers.report import print_report
 from gymllm_trainers.run_files import RunFiles
 from gymllm_trainers.run_folder import RunFolder, warn
 from gymllm_trainers.statistics import StepStatistics
+from gymllm_trainers.supervised import Example, batches, imitation, load_examples
 from gymllm_trainers.toolbox import Toolbox, open_tools
 from gymllm_trainers.warm_start import cache_folder, random_start, warm_start
 
@@ -151,6 +152,13 @@ async def _main(session: _Session) -> bool:
 
 
 async def _set_up_and_train(session: _Session) -> None:
+    if session.config.algorithm.preset == "sft":
+        await _set_up_and_imitate(session)
+    else:
+        await _set_up_and_play(session)
+
+
+async def _set_up_and_play(session: _Session) -> None:
     config, display = session.config, session.display
     clock = session.timeline.clock("learner")
     async with (
@@ -279,28 +287,110 @@ async def _train(
             clock.enter("checkpoint")
             if saved != progress.state.version:
                 await _in_thread(lambda: _checkpoint(session, progress))
-    clock.enter("export")
+    await _write_model(session, learner, tokenizer)
+
+
+async def _write_model(session: _Session, learner: Learner, tokenizer: Tokenizer) -> None:
+    session.timeline.clock("learner").enter("export")
     session.display.phase("writing the model")
     # Ctrl-C lets it be written if that is quick, with time left to close the rest.
     session.interrupt.patience_s = EXPORT_PATIENCE_S
     await _in_thread(lambda: _export(session, learner, tokenizer))
 
 
+# ------------------------------------------------------------------ supervised learning
+
+
+async def _set_up_and_imitate(session: _Session) -> None:
+    """algorithm.preset sft: no engine, and no environment but to make the tiny model with."""
+    config, display = session.config, session.display
+    clock = session.timeline.clock("learner")
+    clock.enter("model")
+    if config.model.name == TINY:
+        async with (
+            open_pool(config.env, config.rollout.concurrency) as pool,
+            open_tools(tools_named(config.agent, config.players), config.agent.sandbox) as toolbox,
+        ):
+            model = await _model(config, pool, toolbox, display.phase)
+    else:
+        model = await _loaded(config, display.phase)
+    display.phase("reading what is imitated")
+    length = config.engine.context_length
+    examples = await _in_thread(
+        lambda: load_examples(
+            config.supervised, model.tokenizer, config.agent, context_length=length
+        )
+    )
+    session.files.notes.append(f"{len(examples)} examples are imitated")
+    clock.enter("compile")
+    display.phase("compiling")
+    learner = await _in_thread(lambda: _learner(session, model))
+    await _in_thread(lambda: _compile(session, learner))
+    await _imitate(session, learner, examples)
+    await _write_model(session, learner, model.tokenizer)
+
+
+async def _imitate(session: _Session, learner: Learner, examples: Sequence[Example]) -> None:
+    """The loop: some examples, a step, in an order that the seed alone decides."""
+    config, view = session.config, session.view
+    clock = session.timeline.clock("learner")
+    every, saved = config.checkpoint.every, session.resume_step
+    nothing = _TaskPosition(next_task=0, again=[], settled={})
+    progress = _Progress(learner.state, nothing)
+    view.step = learner.version
+    session.display.phase("training")
+    numbered = batches(
+        len(examples),
+        config.supervised.examples_per_step,
+        seed=config.seed,
+        first=learner.version,
+    )
+    try:
+        while learner.version < config.steps:
+            started, chosen = time.monotonic(), next(numbered)
+            clock.enter("gradient")
+            for number in chosen:
+                sequences = imitation(examples[number])
+                await _in_thread(lambda sequences=sequences: learner.add_sequences(sequences))
+            metrics = await _in_thread(learner.step)
+            progress = _Progress(learner.state, nothing)
+            clock.enter("log")
+            view.step = step = learner.version
+            seconds = time.monotonic() - started
+            numbers = {f"learner/{name}": value for name, value in metrics.items()}
+            numbers |= {**_time_metrics(session.timeline), "time/step_s": seconds}
+            session.files.metrics(step, numbers)
+            view.trained_per_s = numbers["learner/train_tokens"] / seconds
+            session.display.step_done()
+            if every and step % every == 0 and step < config.steps:
+                clock.enter("checkpoint")
+                if await _in_thread(lambda progress=progress: _try_checkpoint(session, progress)):
+                    saved = step
+    finally:
+        with anyio.CancelScope(shield=True):
+            clock.enter("checkpoint")
+            if saved != progress.state.version:
+                await _in_thread(lambda: _checkpoint(session, progress))
+
+
 # ------------------------------------------------------------------ setup
+
+
+async def _loaded(config: TrainConfig, progress: Callable[[str], None]) -> LoadedModel:
+    progress(f"loading {config.model.name}")
+    try:
+        return await _in_thread(lambda: load_model(config.model.name, dtype=config.model.dtype))
+    except UnknownNameError as error:
+        known = [*error.known, TINY]
+        raise UnknownNameError(error.kind, error.name, known, error.hint) from None
 
 
 async def _model(
     config: TrainConfig, pool: EnvPool, toolbox: Toolbox, progress: Callable[[str], None]
 ) -> LoadedModel:
     """The model that training starts from: loaded, or for "tiny" warm-started or random."""
-    dtype = config.model.dtype
     if config.model.name != TINY:
-        progress(f"loading {config.model.name}")
-        try:
-            return await _in_thread(lambda: load_model(config.model.name, dtype=dtype))
-        except UnknownNameError as error:
-            known = [*error.known, TINY]
-            raise UnknownNameError(error.kind, error.name, known, error.hint) from None
+        return await _loaded(config, progress)
     settings, folder = config.warm_start, warm_start_folder(config)
     player = SCRIPTED_PLAYERS.get(config.env.id)
     if settings.cache and folder.exists():
@@ -331,7 +421,7 @@ async def _model(
             seed=config.seed,
             progress=progress,
         )
-    return await _in_thread(lambda: load_model(str(folder), dtype=dtype))
+    return await _in_thread(lambda: load_model(str(folder), dtype=config.model.dtype))
 
 
 def warm_start_folder(config: TrainConfig) -> Path:
@@ -363,21 +453,37 @@ def policy_decoder(config: TrainConfig, model: LoadedModel) -> Decoder:
     return decoder
 
 
-def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner, EmbeddedEngine]:
+def _learner(session: _Session, model: LoadedModel) -> Learner:
     config = session.config
     learner = Learner(
         policy_decoder(config, model),
         config.learner,
+        algorithm=config.algorithm,
+        optimizer=config.optimizer,
         row_tokens=config.learner.row_tokens or 2 * config.engine.context_length,
         temperature=config.agent.temperature,
         max_lag=config.rollout.max_lag,
+        context_length=config.engine.context_length,
         total_steps=config.steps,
+        seed=config.seed,
     )
     if session.resume_step is not None:
-        like = {"trainable": learner.state.trainable, "optimizer": learner.state.optimizer}
-        arrays = session.checkpoints.restore(session.resume_step, like)
-        learner.state = LearnerState(arrays["trainable"], arrays["optimizer"], session.resume_step)
-    session.files.programs += ["learner gradient", "learner step"]
+        arrays = session.checkpoints.restore(session.resume_step, learner.state.arrays)
+        learner.state = LearnerState.of(arrays, session.resume_step)
+    return learner
+
+
+def _compile(session: _Session, learner: Learner) -> None:
+    learner.compile()
+    session.files.programs += learner.programs
+    needs = [f"{name} {size / 2**20:,.0f} MiB" for name, size in learner.predicted_bytes.items()]
+    if needs:
+        session.files.notes.append(f"memory that the learner's programs need: {', '.join(needs)}")
+
+
+def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner, EmbeddedEngine]:
+    config = session.config
+    learner = _learner(session, model)
     engine = open_engine(
         learner.serving(),
         config.engine,
@@ -386,7 +492,8 @@ def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner,
         version=learner.version,
         log=session.files.programs.append,
     )
-    learner.compile()  # while the engine compiles in its own thread, and the first episodes play
+    # While the engine compiles in its own thread, and the first episodes play.
+    _compile(session, learner)
     return learner, engine
 
 
@@ -471,14 +578,13 @@ class _Progress:
 
 
 def _checkpoint(session: _Session, progress: _Progress) -> None:
-    arrays = {"trainable": progress.state.trainable, "optimizer": progress.state.optimizer}
     settled = {str(index): agents for index, agents in progress.tasks.settled.items()}
     tasks: dict[str, Json] = {
         "next_task": progress.tasks.next_task,
         "again": cast("list[Json]", progress.tasks.again),
         "settled": cast("dict[str, Json]", settled),
     }
-    session.checkpoints.save(progress.state.version, arrays, tasks)
+    session.checkpoints.save(progress.state.version, progress.state.arrays, tasks)
 
 
 def _try_checkpoint(session: _Session, progress: _Progress) -> bool:

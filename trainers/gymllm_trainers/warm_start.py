@@ -1,7 +1,7 @@
 """The tiny model's warm start: supervised learning on scripted, imperfect play.
 
 The scripted player plays through the same pool, agent and ledger as the policy will; what comes out are
-ordinary trajectories, and the learner is the ordinary learner with the supervised loss. The result is an
+ordinary trajectories, and the learner is the ordinary learner with the preset sft. The result is an
 ordinary model folder in the user's cache, named by everything that it depends on.
 """
 
@@ -30,11 +30,13 @@ from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Trajectory
 from gymllm_agents import Tokenizer, train_tokenizer
 from gymllm_envs.scripted import ScriptedPlayer
+from gymllm_trainers.algorithms.config import AlgorithmConfig
 from gymllm_trainers.learner import Learner, LearnerConfig
 from gymllm_trainers.models import decoder_params, random_decoder, save_model, tiny_config
-from gymllm_trainers.packing import TrainingSequence
+from gymllm_trainers.optimizer import OptimizerConfig
+from gymllm_trainers.supervised import imitation
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same settings would give another model, so that old caches are left alone."""
 
 
@@ -241,12 +243,10 @@ def _imitate(
     steps = max(1, tokens // (config.rows * row_tokens))  # a few more with the padding
     learner = Learner(
         decoder,
-        LearnerConfig(
-            loss="reinforce",
-            learning_rate=config.learning_rate,
-            warmup_steps=min(20, steps),
-            rows=config.rows,
-        ),
+        # A step for each full micro-batch: with beginnings shared there would be fewer steps.
+        LearnerConfig(rows=config.rows, share_prefixes=False, smaller_shapes=0),
+        algorithm=AlgorithmConfig(preset="sft"),
+        optimizer=OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=min(20, steps)),
         row_tokens=row_tokens,
         temperature=1.0,
         max_lag=0,
@@ -256,7 +256,7 @@ def _imitate(
     for done, trajectory in enumerate(played):
         if stop.is_set():
             return
-        learner.add_sequences(supervised(trajectory))
+        learner.add_sequences(imitation(trajectory.segments))
         # A step whenever a micro-batch is full: nothing is padded to end a step.
         if learner.micro_batches:
             loss = learner.step(flush=False)["loss"]
@@ -268,17 +268,3 @@ def _imitate(
     if not stop.is_set():
         folder.parent.mkdir(parents=True, exist_ok=True)
         save_model(folder, decoder.config, weights, tokenizer, overwrite=True)
-
-
-def supervised(trajectory: Trajectory) -> list[TrainingSequence]:
-    """A trajectory's segments as examples: every token that the player generated is imitated."""
-    return [
-        TrainingSequence(
-            ids=segment.ids,
-            mask=segment.mask.astype(np.float32),
-            behaviour=segment.logprobs,
-            advantage=np.ones(len(segment), np.float32),
-        )
-        for segment in trajectory.segments
-        if segment.mask[1:].any()
-    ]

@@ -28,7 +28,7 @@ SMALL = """
 --model.name tiny --model.lora-rank 0 --model.dtype float32 --model.compute-dtype float32
 --model.remat none --warm-start.no-enabled --steps 2 --env.kwargs.tools bash --env.kwargs.max_turns 2
 --agent.kind model --agent.max-new-tokens 4 --rollout.group-size 2 --rollout.concurrency 2
---learner.groups-per-step 1 --learner.zero-variance keep --learner.row-tokens 2048
+--learner.groups-per-step 1 --algorithm.zero-variance keep --learner.row-tokens 2048
 --engine.slots 2 --engine.context-length 2048 --engine.prefill-tokens 512
 --metrics.wandb off --metrics.no-display
 """
