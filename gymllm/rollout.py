@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,9 @@ from gymllm.task import Task, TaskSource
 from gymllm.team import Team, team_of, trained_agents
 from gymllm.timeline import Timeline
 from gymllm.trajectory import Ending, Group, Trajectory
+
+ScoreEpisode = Callable[[list[Trajectory]], Awaitable[list[Trajectory]]]
+"""Gives the trajectories of one episode other rewards, in the same order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +160,7 @@ class Rollout:
         again: Iterable[int] = (),
         settled: Mapping[int, Iterable[str]] | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None,
+        score_episode: ScoreEpisode | None = None,
     ) -> None:
         """Says what to play; nothing starts before `stream`.
 
@@ -174,6 +178,8 @@ class Rollout:
             again: Indices below `first_index` that must be played again, after a resume.
             settled: Of those, agents whose group must not come again.
             on_trajectory: Called with each trajectory as it ends, failed ones too.
+            score_episode: Called with an episode's trajectories as it ends, before that; returns them with
+                other rewards, or as failed ones if it can't. It may wait; it must not raise.
 
         Raises:
             ConfigError: Not exactly one of `make_agent` and `team` was given, the team has nobody to
@@ -190,6 +196,7 @@ class Rollout:
         self._pool, self._engine = pool, engine
         self._tasks, self._config, self._gate = tasks, config, gate
         self._run_seed, self._timeline, self._on_trajectory = run_seed, timeline, on_trajectory
+        self._score_episode = score_episode
         self._groups = GroupStream(config.group_size)
         self._next_index = first_index
         self._again = sorted(again)
@@ -345,6 +352,8 @@ class Rollout:
                     limits=self._config.limits,
                     timeline=self._timeline,
                 )
+            if self._score_episode is not None:
+                trajectories = await self._score_episode(trajectories)
             for trajectory in trajectories:
                 self._on_trajectory(trajectory)
             first = trajectories[0]

@@ -111,17 +111,24 @@ class ChatFormat:
         return not self._keeps and self.trials.rewrites(role, thoughts=thoughts)
 
     def whole_ids(
-        self, messages: Sequence[Message], *, encoder: GrowingText | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        encoder: GrowingText | None = None,
+        opens_turn: bool = True,
     ) -> list[int]:
-        """Ids of opening and `messages`, up to where the assistant's next turn starts.
+        """Ids of opening and `messages`.
 
-        An `encoder` of the conversation's own saves encoding what it has encoded before.
+        Args:
+            messages: Oldest first.
+            encoder: One of the conversation's own saves encoding what it has encoded before.
+            opens_turn: Whether they go on to where the assistant's next turn starts.
         """
         fuse = mark_absent_from("fuse", messages)
         try:
-            text = self._whole(messages, fuse)
+            text = self._whole(messages, fuse, opens_turn)
         except ModelError:  # some templates check the ids, which a model has made up
-            text = self._whole(_with_own_ids(messages), fuse)
+            text = self._whole(_with_own_ids(messages), fuse, opens_turn)
         return (encoder or self.tokenizer).encode_rendered(text, fuse=fuse)
 
     def extension_ids(
@@ -288,17 +295,21 @@ class ChatFormat:
             )
         return text.rpartition(sentinel)[2]
 
-    def _whole(self, messages: Sequence[Message], fuse: str) -> str:
+    def _whole(self, messages: Sequence[Message], fuse: str, opens_turn: bool) -> str:
         shown = self._defused(map(self._as_rendered, messages), fuse)
-        return self._render([*self.opening, *shown])
+        return self._render([*self.opening, *shown], opens_turn=opens_turn)
 
     def _render(
-        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        opens_turn: bool = True,
     ) -> str:
         return self._template.render(
             messages,
             tools=self._tools if tools is None else tools,
-            add_generation_prompt=True,
+            add_generation_prompt=opens_turn,
             **self._variables,
         )
 

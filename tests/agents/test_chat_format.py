@@ -145,3 +145,15 @@ def test_whether_a_template_takes_a_turn_is_tried_once_for_turns_alike(tokenizer
     for other in (turn("", 1), turn("a", "1"), turn("a <b>", 1), turn("a <b>", 1)):
         assert takes(other)
     assert len(tried) == 6
+
+
+@pytest.mark.parametrize("template", ["chatml", "thinking"])
+def test_a_conversation_can_end_without_the_next_turn(template, tokenizer, with_template):
+    tokenizer = tokenizer if template == "chatml" else with_template(template)
+    chat = ChatFormat(tokenizer)
+    messages = said("12 + 7 <|im_end|>", "19")
+    closed = chat.whole_ids(messages, opens_turn=False)
+    text = "<|im_start|>user\n12 + 7 <|im_end|><|im_end|>\n<|im_start|>assistant\n19<|im_end|>\n"
+    assert text_of(tokenizer, closed) == text
+    assert closed.count(tokenizer.token_to_id("<|im_end|>")) == 2
+    assert chat.whole_ids(messages)[: len(closed)] == closed

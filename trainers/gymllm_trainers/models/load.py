@@ -104,13 +104,13 @@ def load_model(
         MissingExtraError: A package that the model needs is not installed.
         UnknownNameError: No folder, file or model is called that.
     """
-    path = _resolve(str(name_or_path))
+    path = resolve_model(str(name_or_path))
     if path.suffix == ".gguf":
         with gguf.open_gguf(path) as file:
             return _assemble(file.config, file, file.tokenizer(), dtype, mesh)
     where = str(path / "config.json")
-    config = config_from_hub(_read_json(path / "config.json"), where=where)
-    with _open_safetensors(path) as source:
+    config = config_from_hub(read_json(path / "config.json"), where=where)
+    with open_safetensors(path) as source:
         return _assemble(config, source, Tokenizer.from_folder(path), dtype, mesh)
 
 
@@ -285,7 +285,7 @@ def _assemble(
     return LoadedModel(config=config, params=params, tokenizer=tokenizer)
 
 
-def _resolve(name: str) -> Path:
+def resolve_model(name: str) -> Path:
     """The folder or GGUF file that a user's word stands for."""
     if name == SMOLLM2:
         return gguf.smollm2_path()
@@ -333,7 +333,7 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> Mapping[str, object]:
+def read_json(path: Path) -> Mapping[str, object]:
     if not path.is_file():
         raise ModelError(
             f"No {path.name} in {path.parent}: it is not a model folder in the hub's format. "
@@ -381,7 +381,7 @@ class _Safetensors:
 
 
 @contextmanager
-def _open_safetensors(folder: Path) -> Iterator[_Safetensors]:
+def open_safetensors(folder: Path) -> Iterator[_Safetensors]:
     """Opens model.safetensors or, with its index, every shard."""
     index = folder / "model.safetensors.index.json"
     places = _read_index(index) if index.is_file() else {}
@@ -415,7 +415,7 @@ def _open_safetensors(folder: Path) -> Iterator[_Safetensors]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Which shard each tensor is in."""
-    places = _read_json(path).get("weight_map")
+    places = read_json(path).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ModelError(f'{path} lacks "weight_map", which says what is in which shard.')
     for name, shard in places.items():
