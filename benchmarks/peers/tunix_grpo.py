@@ -76,6 +76,7 @@ class Peer:
         return {
             "seconds": seconds,
             "trained": int(sum(np.asarray(each.completion_mask).sum() for each in examples)),
+            "tokens": sum(self.real(each) for each in examples),
             "computed": sum(each.prompt_ids.size + each.completion_ids.size for each in examples),
             "micro_batches": len(examples),
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -109,6 +110,13 @@ class Peer:
                 )
             )
         return made
+
+    def real(self, example: TrainExample) -> int:
+        """Tokens of an example that are no padding."""
+        if example.segment_ids is not None:
+            return int((np.asarray(example.segment_ids) > 0).sum())
+        ids = (example.prompt_ids, example.completion_ids)
+        return int(sum((np.asarray(part) != self.pad).sum() for part in ids))
 
     def pack(self, examples: list[TrainExample]) -> Any:
         """Its packing, which keeps of each completion as many tokens as its mask has ones."""
