@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,24 +74,188 @@ def test_same_step_is_replaced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
 
 
-def test_crash_in_a_save_leaves_the_one_before(tmp_path, monkeypatch):
-    saver = Checkpointer(tmp_path)
-    saver.save(1, arrays(), {})
+IN_THE_MIDDLE = """
+import os, signal, sys
+from pathlib import Path
+import jax.numpy as jnp
+from gymllm_trainers import checkpoint
 
-    def killed(path: Path, tree: object) -> None:
-        path.mkdir()
-        raise SystemExit  # as near to kill -9 as one process can test itself
+saver = checkpoint.Checkpointer(Path(sys.argv[1]))
+arrays = {"params": {f"w{i}": jnp.full((300, 1000), 2.0) for i in range(8)}}
+die = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "state":
+    checkpoint.write_atomically = die
+elif sys.argv[2] == "rename":
+    checkpoint.os.rename = die
+elif sys.argv[2] == "array":
+    checkpoint.Checkpointer._commit = die
+saver.save(2, arrays, {}, wait=False)
+if sys.argv[2] == "now":
+    die()
+saver.wait()
+"""
 
-    monkeypatch.setattr(checkpoint, "_save_tree", killed)
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path, ignore_errors: None)
-    with pytest.raises(SystemExit):
-        saver.save(2, arrays(2.0), {})
-    monkeypatch.undo()
-    assert (tmp_path / ".writing-2").is_dir()
+
+@pytest.mark.parametrize("moment", ["now", "array", "state", "rename"])
+def test_killed_in_a_save_leaves_the_one_before(tmp_path, moment):
+    before = {"params": {f"w{i}": jnp.full((300, 1000), 1.0) for i in range(8)}}
+    Checkpointer(tmp_path).save(1, before, {"next": 1})
+    killed = subprocess.run(
+        [sys.executable, "-c", IN_THE_MIDDLE, str(tmp_path), moment],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        timeout=200,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    if moment != "now":  # where the write may have been quicker
+        assert any(path.name.startswith(".writing-2") for path in tmp_path.iterdir())
     after = Checkpointer(tmp_path)
-    assert after.latest() == 1
-    assert_same(after.restore(1, arrays(0.0)), arrays())
-    assert not (tmp_path / ".writing-2").exists()
+    if moment != "now":
+        assert after.steps() == [1]
+    assert not list(tmp_path.glob(".writing-*"))
+    assert_same(after.restore(1, before), before)
+    assert after.restore_state(1) == {"next": 1}
+    for step in after.steps()[1:]:
+        twice = jax.tree.map(lambda leaf: 2 * leaf, before)
+        assert_same(after.restore(step, before), twice)
+
+
+def test_save_without_waiting_copies_before_it_returns(tmp_path):
+    saver = Checkpointer(tmp_path)
+    change = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    values = jnp.arange(2_000_000.0).reshape(1000, 2000)
+    expected = np.array(values)
+    saver.save(1, {"x": {"w": values}}, {}, wait=False)
+    values = change(values)
+    values.block_until_ready()
+    saver.wait()
+    restored = saver.restore(1, {"x": {"w": jnp.zeros((1000, 2000))}})
+    assert_same(restored, {"x": {"w": expected}})
+
+
+def test_next_save_waits_for_the_one_before(tmp_path, monkeypatch):
+    saver = Checkpointer(tmp_path, keep=5)
+    write, turns = checkpoint.Checkpointer._commit, []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(self: Checkpointer, step: int, *rest: object) -> None:
+        turns.append(step)
+        begun.set()
+        assert go_on.wait(60)
+        write(self, step, *rest)  # type: ignore[arg-type] # as they came
+
+    monkeypatch.setattr(checkpoint.Checkpointer, "_commit", slow)
+    saver.save(1, arrays(), {}, wait=False)
+    assert begun.wait(60)
+    assert saver.latest() is None
+    second = threading.Thread(target=lambda: saver.save(2, arrays(2.0), {}))
+    second.start()
+    assert turns == [1]
+    go_on.set()
+    second.join(60)
+    assert turns == saver.steps() == [1, 2]
+    saver.close()
+
+
+def test_failure_in_the_background_comes_out_at_the_next_call(tmp_path, monkeypatch, capsys):
+    saver = Checkpointer(tmp_path / "run" / "checkpoints", keep=5)
+    saver.save(1, arrays(), {})
+    no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full(path: Path, text: bytes) -> None:
+        raise no_room
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_atomically", full)
+        saver.save(2, arrays(), {}, wait=False)
+        with pytest.raises(
+            RunError, match=r"step 2 can't be written.*disk is full.*step 1 is whole"
+        ):
+            saver.wait()
+        saver.wait()  # once is enough
+        saver.save(3, arrays(), {}, wait=False)
+        saver._writer.join()  # type: ignore[union-attr] # it runs
+    saver.save(4, arrays(), {})
+    assert "the checkpoint of step 3 can't be written" in capsys.readouterr().err
+    assert saver.steps() == [1, 4]
+    assert not list(saver.path(1).parent.glob(".writing-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"keep": 2}, [50, 60]),
+        ({"keep": 1, "keep_best": 1}, [30, 60]),
+        ({"keep": 1, "keep_best": 2}, [20, 30, 60]),
+        ({"keep": 1, "keep_best": 1, "best_metric": "-reward/mean"}, [10, 60]),
+        ({"keep": 1, "keep_best": 1, "best_metric": "episode/turns"}, [60]),
+        ({"keep": 1, "keep_every": 20}, [20, 40, 60]),
+        ({"keep": 1, "keep_best": 1, "keep_every": 50}, [30, 50, 60]),
+    ],
+)
+def test_what_is_kept(tmp_path, options, kept):
+    saver = Checkpointer(tmp_path, **options)
+    rewards = {10: 0.1, 20: 0.7, 30: 0.7, 40: 0.2, 50: float("nan"), 60: 0.3}
+    for step, reward in rewards.items():
+        saver.save(step, {"x": jnp.ones(1)}, {}, metrics={"reward/mean": reward})
+    assert saver.steps() == kept
+    best = {"-reward/mean": 10, "episode/turns": None}
+    if "keep_best" in options:
+        assert saver.best() == best.get(options.get("best_metric", ""), 30)
+
+
+def test_callers_files_and_parts_of_trees(tmp_path):
+    saver = Checkpointer(tmp_path)
+    saver.save(1, arrays(), {}, files={"config.yaml": b"a: 1", "model/tokenizer.json": b"{}"})
+    assert (saver.path(1) / "model" / "tokenizer.json").read_bytes() == b"{}"
+    assert (saver.path(1) / "config.yaml").read_text() == "a: 1"
+    like = {"params": {"norm": jnp.zeros(3, jnp.bfloat16)}}
+    part = saver.restore(1, like, part=True)
+    assert_same(part["params"], {"norm": arrays()["params"]["norm"]})  # type: ignore[index] # a mapping
+    with pytest.raises(ModelError, match="is not wanted"):
+        saver.restore(1, like)
+    with pytest.raises(ModelError, match="bias is missing"):
+        saver.restore(1, {"params": {"bias": jnp.zeros(3)}}, part=True)
+
+
+ON_MESHES = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from gymllm_trainers.checkpoint import Checkpointer
+
+saver = Checkpointer(Path(sys.argv[1]))
+devices = np.array(jax.devices())
+rng = np.random.default_rng(0)
+values = {"up": rng.standard_normal((16, 32)).astype(np.float32), "norm": np.ones(7, np.int8)}
+first, second = Mesh(devices.reshape(4, 2), ("a", "b")), Mesh(devices.reshape(2, 4), ("a", "b"))
+def placed(mesh, spec, kind=None):
+    lie = {"up": NamedSharding(mesh, spec, memory_kind=kind), "norm": NamedSharding(mesh, P())}
+    return {"trainable": {name: jax.device_put(values[name], lie[name]) for name in values}}
+saver.save(1, placed(first, P("a", "b")), {})
+likes = [placed(second, P("b", "a")), placed(first, P()), placed(second, P("b"), "pinned_host")]
+likes.append({"trainable": {name: jax.device_put(value, devices[3]) for name, value in values.items()}})
+for like in likes:
+    got = saver.restore(1, like)["trainable"]
+    for name, value in values.items():
+        assert got[name].sharding == like["trainable"][name].sharding, (got[name].sharding, name)
+        np.testing.assert_array_equal(got[name], value)
+print("same")
+"""
+
+
+def test_arrays_come_back_on_another_mesh_bit_for_bit(tmp_path):
+    several = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_MESHES, str(tmp_path)],
+        env=os.environ | several,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.stdout.strip(), done.stderr) == ("same", "")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +272,7 @@ def test_full_disk_says_what_to_do_and_keeps_the_one_before(tmp_path, monkeypatc
     def full(path: Path, tree: object) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint, "_save_tree", full)
+    monkeypatch.setattr(checkpoint, "_start_tree", full)
     with pytest.raises(RunError) as raised:
         saver.save(8, arrays(2.0), {})
     assert "step 8" in str(raised.value)
@@ -213,6 +381,14 @@ def test_late_writes_of_orbax_are_quiet_and_nothing_else_is(tmp_path, monkeypatc
         assert heard.pop() is other
 
 
-def test_keep_below_one_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep must be >= 1, got 0"):
-        Checkpointer(tmp_path, keep=0)
+def test_other_programs_logging_is_left_alone(tmp_path, caplog):
+    Checkpointer(tmp_path).save(1, {"x": jnp.ones(1)}, {})
+    assert not caplog.records
+    logging.getLogger("absl").warning("heard")
+    assert [record.message for record in caplog.records] == ["heard"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("keep", 0), ("keep_best", -1), ("keep_every", -1)])
+def test_too_few_to_keep_is_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be >= {value + 1 if value else 1}, got"):
+        Checkpointer(tmp_path, **{name: value})

@@ -1,55 +1,90 @@
-"""Checkpoints: arrays by Orbax, the rest as JSON, each complete or absent.
+"""Checkpoints: arrays by Orbax, the rest as files, each complete or absent.
 
     checkpoints/step_00000010/
     ├── arrays/<key>/   an Orbax tree each, so that a model is read without its optimizer
-    └── state.json      whatever else a run needs to go on
+    ├── state.json      whatever else a run needs to go on
+    ├── metrics.json    numbers of that step, by which the best is kept
+    └── ...             files that the caller adds: configuration, tokenizer
 
 A checkpoint is written beside and renamed when whole, so a crash at any moment leaves the ones
-before.
+before. Where several processes share the arrays, all of them call the same methods in the same order: each
+writes its own shards, and the first one everything else.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from gymllm.errors import ModelError, RunError
-from gymllm_trainers.run_folder import DISK_FULL, write_atomically
+from gymllm_trainers.run_folder import DISK_FULL, warn, write_atomically
 
 if TYPE_CHECKING:
     import jax
+    import orbax.checkpoint as ocp
 
 PyTree: TypeAlias = object
 """Nested containers of arrays, as JAX understands them."""
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
+_PATIENCE_MS = 600_000
+"""How long one process waits for the others."""
+_meetings = itertools.count()
 _STEP = re.compile(r"step_(\d{8})")
 
 
 class Checkpointer:
-    """The checkpoints of one run. When `save` returns, the checkpoint counts."""
+    """The checkpoints of one run. One caller at a time; what it writes in the background is its own."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        keep_best: int = 0,
+        best_metric: str = "reward/mean",
+        keep_every: int = 0,
+        read_only: bool = False,
+    ) -> None:
         """Looks at `folder`, made at the first save, and clears what a crash left half-written.
+
+        After each save, checkpoints that none of the three reasons keeps are removed.
 
         Args:
             folder: Where the checkpoints are.
-            keep: How many of the latest stay; older ones are removed after a save, >= 1.
+            keep: How many of the latest stay, >= 1.
+            keep_best: How many of those with the best metric stay, >= 0.
+            best_metric: Its name; the largest is best, or with "-" before it the smallest. Where two are
+                equal the later is.
+            keep_every: Those whose step is a multiple of this stay for ever; 0: none.
             read_only: Whether nothing is cleared, as another process may be writing it right now.
+
+        Raises:
+            ValueError: One of the numbers is too small.
         """
-        if keep < 1:
-            raise ValueError(f"checkpoint.keep must be >= 1, got {keep}.")
+        for name, value, least in (
+            ("keep", keep, 1),
+            ("keep_best", keep_best, 0),
+            ("keep_every", keep_every, 0),
+        ):
+            if value < least:
+                raise ValueError(f"checkpoint.{name} must be >= {least}, got {value}.")
         self._folder, self._keep = folder.absolute(), keep
-        if not read_only:
+        self._keep_best, self._best_metric, self._keep_every = keep_best, best_metric, keep_every
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        if not read_only and _first_process():
             for leftover in self._folder.glob(".writing-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
@@ -65,17 +100,39 @@ class Checkpointer:
         steps = self.steps()
         return steps[-1] if steps else None
 
+    def best(self) -> int | None:
+        """Step of the checkpoint with the best metric, if one has it."""
+        ranked = self._ranked()
+        return ranked[-1] if ranked else None
+
     def path(self, step: int) -> Path:
         """Folder of the checkpoint of `step`."""
         return self._folder / f"step_{step:08d}"
 
-    def save(self, step: int, arrays: Mapping[str, PyTree], state: Mapping[str, Json]) -> Path:
-        """Writes the checkpoint of `step`, replacing one of the same step, and drops the oldest.
+    def save(
+        self,
+        step: int,
+        arrays: Mapping[str, PyTree],
+        state: Mapping[str, Json],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Writes the checkpoint of `step`, replacing one of the same step, and drops what isn't kept.
+
+        A save before that goes on in the background is waited for; if it failed, that is a warning, as
+        this checkpoint takes its place.
 
         Args:
             step: Steps done.
             arrays: Trees of arrays by name ("params", "optimizer").
             state: Anything else, as JSON.
+            metrics: Numbers of this step, by name.
+            files: Other files of the checkpoint, by their path in it.
+            wait: Whether the checkpoint counts when this returns. Otherwise it returns when everything is
+                copied to the host, and arrays may be changed or donated; the next `save`, `wait` or `close`
+                says if it couldn't be written. A program that ends before one of these leaves no checkpoint.
 
         Returns:
             The checkpoint's folder.
@@ -83,26 +140,107 @@ class Checkpointer:
         Raises:
             RunError: The disk is full, or can't be written; the checkpoints before are whole.
         """
+        try:
+            self.wait()
+        except RunError as error:
+            warn(str(error))
+        texts = {
+            "state.json": json.dumps(dict(state)).encode(),
+            "metrics.json": json.dumps(dict(metrics or {})).encode(),
+            **(files or {}),
+        }
         writing = self._folder / f".writing-{step}"
         try:
-            shutil.rmtree(writing, ignore_errors=True)
-            (writing / "arrays").mkdir(parents=True)
-            for key, tree in arrays.items():
-                _save_tree(writing / "arrays" / key, tree)
-            write_atomically(writing / "state.json", json.dumps(dict(state)).encode())
-            # Two renames and no copying between: the step is never gone for longer than that.
-            if self.path(step).exists():
-                os.rename(self.path(step), writing.with_name(f".writing-{step}-replaced"))
-            os.rename(writing, self.path(step))
-            shutil.rmtree(writing.with_name(f".writing-{step}-replaced"), ignore_errors=True)
+            if _first_process():
+                shutil.rmtree(writing, ignore_errors=True)
+                (writing / "arrays").mkdir(parents=True)
+            _meet(f"begin-{step}")
+            trees = [_start_tree(writing / "arrays" / key, tree) for key, tree in arrays.items()]
         except BaseException as error:
-            shutil.rmtree(writing, ignore_errors=True)
-            if isinstance(error, OSError) or _says_disk_full(error):
-                raise RunError(self._failure(step, error)) from error
-            raise
-        for old in self.steps()[: -self._keep]:
-            shutil.rmtree(self.path(old), ignore_errors=True)
+            raise self._given_up(step, error) from error
+
+        def write() -> None:
+            try:
+                for tree in trees:
+                    tree.wait_until_finished()
+                    tree.close()
+                if _first_process():
+                    self._commit(step, writing, texts)
+            except BaseException as error:  # raised where someone waits for it
+                self._failure = self._given_up(step, error)
+
+        self._writer = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
+        self._writer.start()
+        if wait:
+            self.wait()
         return self.path(step)
+
+    def wait(self) -> None:
+        """Waits for what is written in the background; when this returns, it counts.
+
+        Raises:
+            RunError: It could not be written; the checkpoints before are whole.
+        """
+        if self._writer is None:
+            return
+        self._writer.join()
+        self._writer = None
+        _meet("end")
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """As `wait`: after it nothing of this object runs any more."""
+        self.wait()
+
+    def _commit(self, step: int, writing: Path, texts: Mapping[str, bytes]) -> None:
+        for name, text in texts.items():
+            (writing / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(writing / name, text)
+        # Two renames and no copying between: the step is never gone for longer than that.
+        replaced = writing.with_name(f".writing-{step}-replaced")
+        if self.path(step).exists():
+            os.rename(self.path(step), replaced)
+        os.rename(writing, self.path(step))
+        shutil.rmtree(replaced, ignore_errors=True)
+        kept = self._kept()
+        for old in self.steps():
+            if old not in kept:
+                shutil.rmtree(self.path(old), ignore_errors=True)
+
+    def _kept(self) -> set[int]:
+        steps = self.steps()
+        kept = set(steps[-self._keep :])
+        if self._keep_best:
+            kept |= set(self._ranked()[-self._keep_best :])
+        if self._keep_every:
+            kept |= {step for step in steps if step % self._keep_every == 0}
+        return kept
+
+    def _ranked(self) -> list[int]:
+        """Steps of the checkpoints that have the metric, the best one last."""
+        name = self._best_metric.removeprefix("-")
+        sign = -1 if name != self._best_metric else 1
+        ranked: list[tuple[float, int]] = []
+        for step in self.steps():
+            try:
+                held = json.loads((self.path(step) / "metrics.json").read_text(encoding="utf-8"))
+                value = float(held[name])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # an older version's, or a step without that number
+            if not math.isnan(value):
+                ranked.append((sign * value, step))
+        return [step for _, step in sorted(ranked)]
+
+    def _given_up(self, step: int, error: BaseException) -> BaseException:
+        """Clears what was written of a checkpoint; returns what to raise."""
+        shutil.rmtree(self._folder / f".writing-{step}", ignore_errors=True)
+        if isinstance(error, OSError) or _says_disk_full(error):
+            failure = RunError(self._said(step, error))
+            failure.__cause__ = error
+            return failure
+        return error
 
     def restore_state(self, step: int) -> dict[str, Json]:
         """The JSON state of the checkpoint of `step`.
@@ -118,14 +256,17 @@ class Checkpointer:
             raise self.damaged(step, "state.json doesn't hold a mapping")
         return cast("dict[str, Json]", state)
 
-    def restore(self, step: int, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def restore(
+        self, step: int, like: Mapping[str, PyTree], *, part: bool = False
+    ) -> dict[str, PyTree]:
         """The arrays of the checkpoint of `step`.
 
         Args:
             step: A step of `steps()`.
-            like: Trees of arrays or `jax.ShapeDtypeStruct`s to restore into, by name; only the
-            names
-                given are read. Arrays come back with their shapes, dtypes and shardings.
+            like: Trees of arrays or `jax.ShapeDtypeStruct`s to restore into, by name; only the names
+                given are read. Arrays come back with their shapes, dtypes and shardings, whichever mesh they
+                were saved from.
+            part: Whether a tree may lack arrays that the checkpoint holds, which are not read then.
 
         Returns:
             Trees of the same structure as `like`.
@@ -144,7 +285,7 @@ class Checkpointer:
                     f"the checkpoint {self.path(step)} holds {', '.join(held)}, but no {key!r}."
                 )
             try:
-                restored[key] = _restore_tree(folder / key, tree)
+                restored[key] = _restore_tree(folder / key, tree, part=part)
             except (ModelError, MemoryError):
                 raise
             except Exception as error:  # Orbax and what it stands on raise many types
@@ -167,7 +308,7 @@ class Checkpointer:
             f"gymllm-train --resume {shlex.quote(str(self._folder.parent))}."
         )
 
-    def _failure(self, step: int, error: BaseException) -> str:
+    def _said(self, step: int, error: BaseException) -> str:
         latest = self.latest()
         before = (
             "There is none before it" if latest is None else f"The one of step {latest} is whole"
@@ -179,14 +320,37 @@ class Checkpointer:
         )
 
 
-def _save_tree(path: Path, tree: PyTree) -> None:
+def _start_tree(path: Path, tree: PyTree) -> ocp.AsyncCheckpointer:
+    """Copies a tree to the host and starts to write it; the caller waits for it and closes it."""
     import orbax.checkpoint as ocp
 
-    with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, _flatten(tree))
+    _quiet()
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    checkpointer.save(path, args=ocp.args.PyTreeSave(_flatten(tree)))
+    return checkpointer
 
 
-def _restore_tree(path: Path, like: PyTree) -> PyTree:
+def _first_process() -> bool:
+    """Whether this is the process that writes what isn't an array."""
+    return not _several_processes() or sys.modules["jax"].process_index() == 0
+
+
+def _several_processes() -> bool:
+    """Whether JAX was told of others. Asking for their number would start its devices."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def _meet(place: str) -> None:
+    """Waits until every process is here. No device takes part: a step may run on them meanwhile."""
+    if _several_processes():
+        from orbax.checkpoint import multihost
+
+        key = f"gymllm-checkpoint-{place}-{next(_meetings)}"
+        multihost.get_barrier_sync_fn()(key=key, timeout_ms=_PATIENCE_MS)
+
+
+def _restore_tree(path: Path, like: PyTree, *, part: bool) -> PyTree:
     import jax
     import orbax.checkpoint as ocp
 
@@ -196,14 +360,21 @@ def _restore_tree(path: Path, like: PyTree) -> PyTree:
         else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
         for name, leaf in _flatten(like).items()
     }
-    with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
+    _quiet()
+    with ocp.PyTreeCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(path).item_metadata
         if metadata is None:
             raise ValueError("what it holds is not written in it")
         held = metadata.tree
+        if part:
+            held = {name: held[name] for name in held if name in wanted}
         _check_fit(path, held, wanted)
-        arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
-        flat = checkpointer.restore(path, item=wanted, restore_args=arguments)
+        arguments = ocp.args.PyTreeRestore(
+            item=wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=part,
+        )
+        flat = checkpointer.restore(path, args=arguments)
     return jax.tree.unflatten(jax.tree.structure(like), [flat[name] for name in wanted])
 
 
@@ -272,17 +443,17 @@ class _QuietLateWrites:
             self._before(unraisable)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Orbax reports each save through absl's logger, and warns of shardings it then handles."""
+def _from_elsewhere(record: logging.LogRecord) -> bool:
+    """Whether a record is not Orbax's own: what fails there is raised too."""
+    return "orbax" not in record.pathname
+
+
+def _quiet() -> None:
+    """Orbax reports each save through absl's logger, and warns of shardings it then handles.
+
+    For good: it writes in the background, at any later moment.
+    """
     if not isinstance(sys.unraisablehook, _QuietLateWrites):
-        sys.unraisablehook = _QuietLateWrites(sys.unraisablehook)  # stays: late is after this block
-    loggers = [logging.getLogger(name) for name in ("absl", "orbax")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)  # what fails is raised too
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        sys.unraisablehook = _QuietLateWrites(sys.unraisablehook)
+    for name in ("absl", "orbax"):
+        logging.getLogger(name).addFilter(_from_elsewhere)  # adding it again changes nothing
