@@ -1,4 +1,4 @@
-"""The command lines `gymllm-train`, `gymllm-eval` and `gymllm-serve`: arguments in, an exit code out.
+"""The command lines of `gymllm-train`, `-eval`, `-export` and `-serve`: arguments in, an exit code out.
 
 0    done
 1    the run broke; the message says what to do
@@ -53,6 +53,17 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 
     def body(arguments: Sequence[str]) -> None:
         from gymllm_trainers.evaluate import load_settings, run
+
+        run(load_settings(arguments))
+
+    return _main(body, argv)
+
+
+def export(argv: Sequence[str] | None = None) -> int:
+    """`gymllm-export`; as `train`."""
+
+    def body(arguments: Sequence[str]) -> None:
+        from gymllm_trainers.export import load_settings, run
 
         run(load_settings(arguments))
 

@@ -87,10 +87,17 @@ class CheckpointSettings:
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = 2
     """How many of the latest checkpoints stay."""
+    keep_best: int = 0
+    """How many of the best stay beside them, by best_metric."""
+    best_metric: str = "reward/mean"
+    """A metric of the step; the largest is best, or with "-" before it the smallest."""
+    keep_every: int = 0
+    """Checkpoints of steps that are a multiple of this stay for ever; 0: none."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError(f"checkpoint.every must be >= 0, got {self.every}.")
+        for name in ("every", "keep_best", "keep_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"checkpoint.{name} must be >= 0, got {getattr(self, name)}.")
         if self.keep < 1:
             raise ConfigError(f"checkpoint.keep must be >= 1, got {self.keep}.")
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -207,13 +206,22 @@ def init_like(init: Callable[[Tree], T], params: Tree, mesh: Mesh | None) -> T:
 
     Args:
         init: Makes a tree in which a parameter's moments have its shape, or fewer or shorter axes.
-        params: Of float32 or another dtype, laid out on the mesh; or `jax.ShapeDtypeStruct` of such.
+        params: Of float32 or another dtype, laid out on the mesh.
         mesh: None: just `init(params)`.
     """
     if mesh is None:
         return init(params)
     with jax.set_mesh(mesh):
         return jax.jit(init, out_shardings=state_layout(init, params, mesh))(params)
+
+
+def abstract_like(init: Callable[[Tree], T], params: Tree, mesh: Mesh) -> T:
+    """What `init_like` would return, without its numbers, of `jax.ShapeDtypeStruct` laid out on the mesh."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(init, params),
+        state_layout(init, params, mesh),
+    )
 
 
 def state_layout(init: Callable[[Tree], Tree], params: Tree, mesh: Mesh) -> Tree:
@@ -265,8 +273,6 @@ def abstract_batch(batch: T, mesh: AnyMesh | None) -> T:
     """What a program that takes `put_batch(batch)` is compiled for."""
     sharding = None if mesh is None else row_sharding(mesh)
     return jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(
-            array.shape, jnp.asarray(array).dtype, sharding=sharding
-        ),
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
         batch,
     )

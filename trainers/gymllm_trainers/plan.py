@@ -18,6 +18,7 @@ from rich.table import Table
 from gymllm.errors import ConfigError
 from gymllm_trainers.build import open_pool, task_source
 from gymllm_trainers.config import ModelSettings, TrainConfig
+from gymllm_trainers.mesh import rows_for
 from gymllm_trainers.models import DecoderConfig, choose_linears, gguf, tiny_config
 from gymllm_trainers.models.config import RopeScaling
 from gymllm_trainers.models.decoder import linear_shapes
@@ -26,7 +27,8 @@ from gymllm_trainers.models.load import SMOLLM2
 from gymllm_trainers.players import check_players
 from gymllm_trainers.train import TINY
 
-_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Of an element."""
 _ADAM = 8  # two moments in float32
 
 
@@ -213,7 +215,7 @@ def plan(config: TrainConfig) -> Plan:
     """
     check_players(config.players, temperature=config.agent.temperature)
     tools, listed = anyio.run(_environment, config)
-    shape = _shape(config)
+    shape = shape_of(config)
     rows = [("environment", "id", config.env.id)]
     by_seed = f"{config.env.tasks}, by seed" if config.env.tasks else "endless, by seed"
     rows.append(("environment", "tasks", str(listed) if listed else by_seed))
@@ -259,7 +261,8 @@ def _episodes(config: TrainConfig) -> list[tuple[str, str, str]]:
     turns = _least(rollout.max_turns, config.env.kwargs.get("max_turns"))
     seconds = _least(rollout.episode_timeout_s, config.env.kwargs.get("wall_clock_s"))
     row = config.learner.row_tokens or 2 * config.engine.context_length
-    micro = -(-tokens // (row * config.learner.rows))
+    rows = rows_for(None, config.learner.rows)
+    micro = -(-tokens // (row * rows))
     return [
         ("episodes", "a step", f"{a_step:,}: {groups} groups of {rollout.group_size}"),
         (
@@ -271,7 +274,7 @@ def _episodes(config: TrainConfig) -> list[tuple[str, str, str]]:
         ("episodes", "limits", f"{turns:g} turns, {seconds:g} s"),
         ("tokens", "an episode", f"at most {config.engine.context_length:,}"),
         ("tokens", "a step", f"at most {tokens:,}: {micro} micro-batches"),
-        ("tokens", "a micro-batch", f"{config.learner.rows} rows of {row:,}"),
+        ("tokens", "a micro-batch", f"{rows} rows of {row:,}"),
     ]
 
 
@@ -281,29 +284,30 @@ def _least(ours: float, theirs: object) -> float:
 
 def _memory(config: TrainConfig, shape: DecoderConfig) -> Iterator[tuple[str, int]]:
     model, engine = config.model, config.engine
-    weights = _BYTES[model.dtype]
+    weights = BYTES[model.dtype]
     yield f"weights, {model.dtype}", shape.parameters * weights
     trained = shape.parameters
     if model.lora_rank:
-        trained = _adapters(shape, model)
+        trained = adapter_parameters(shape, model)
         yield f"adapters of rank {model.lora_rank}", trained * 4
     yield "AdamW's moments, float32", trained * _ADAM
     yield "gradients, float32", trained * 4
     a_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
     pages = engine.resolved(shape).total_pages
-    kept = pages * engine.page_size * a_token * _BYTES[engine.cache_dtype]
+    kept = pages * engine.page_size * a_token * BYTES[engine.cache_dtype]
     yield f"keys and values, {pages:,} pages of {engine.page_size}", kept
     yield "logits of one chunk, float32", config.learner.head_chunk * shape.vocab_size * 4
 
 
-def _adapters(shape: DecoderConfig, model: ModelSettings) -> int:
-    """Parameters of the adapters."""
+def adapter_parameters(shape: DecoderConfig, model: ModelSettings) -> int:
+    """How many parameters a run's adapters have."""
     chosen = choose_linears(model.lora_linears or "all-linear", shape)
     ends = sum(sum(linear_shapes(shape)[name]) for name in chosen)
     return model.lora_rank * ends * shape.num_hidden_layers
 
 
-def _shape(config: TrainConfig) -> DecoderConfig | None:
+def shape_of(config: TrainConfig) -> DecoderConfig | None:
+    """The shape of a run's model: of a folder, a file, or one that is known here; None if it isn't."""
     name = config.model.name
     if name == TINY:
         return tiny_config(config.warm_start.vocab_size)

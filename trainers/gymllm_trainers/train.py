@@ -7,8 +7,8 @@ engine has a thread of its own, gradients are computed in a worker thread, the d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -30,8 +30,9 @@ from gymllm_agents import Tokenizer
 from gymllm_envs.scripted import SCRIPTED_PLAYERS
 from gymllm_trainers.build import open_pool, task_source
 from gymllm_trainers.checkpoint import Checkpointer, Json
+from gymllm_trainers.checkpoint_files import checkpoint_files
 from gymllm_trainers.compilation import use_compilation_cache
-from gymllm_trainers.config import TrainConfig, open_run_folder
+from gymllm_trainers.config import TrainConfig, config_yaml, open_run_folder
 from gymllm_trainers.display import Display, RunView
 from gymllm_trainers.engine import EmbeddedEngine, EngineCounts, open_engine
 from gymllm_trainers.flat_groups import FlatGroups
@@ -94,7 +95,14 @@ def run(config: TrainConfig) -> None:
 
 def _run_in(folder: RunFolder, config: TrainConfig, interrupt: Interrupt, started: float) -> None:
     timeline = Timeline()
-    checkpoints = Checkpointer(folder.checkpoints, keep=config.checkpoint.keep)
+    kept = config.checkpoint
+    checkpoints = Checkpointer(
+        folder.checkpoints,
+        keep=kept.keep,
+        keep_best=kept.keep_best,
+        best_metric=kept.best_metric,
+        keep_every=kept.keep_every,
+    )
     resume_step = checkpoints.latest() if config.resume is not None else None
     view = RunView(name=folder.path.name, steps=config.steps, timeline=timeline)
     files = RunFiles(
@@ -142,6 +150,8 @@ class _Session:
     display: Display
     files: RunFiles
     interrupt: Interrupt
+    checkpoint_files: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """What every checkpoint holds beside the state, once the model is loaded."""
 
 
 async def _main(session: _Session) -> bool:
@@ -228,7 +238,6 @@ async def _train(
     session.display.phase("training")
     statistics = StepStatistics()
     flat = FlatGroups(most=config.learner.max_flat_groups)
-    saved = session.resume_step
     try:
         async with rollout.stream() as groups:
             while learner.version < config.steps:
@@ -275,18 +284,15 @@ async def _train(
                 _show(view, step, numbers, gate, rollout)
                 session.display.step_done()
                 every = config.checkpoint.every
+                progress = replace(progress, metrics=numbers)
                 if every and step % every == 0 and step < config.steps:
                     clock.enter("checkpoint")
-                    if await _in_thread(
-                        lambda progress=progress: _try_checkpoint(session, progress)
-                    ):
-                        saved = step
+                    await _in_thread(lambda progress=progress: _try_checkpoint(session, progress))
     finally:
         # Ctrl-C and errors come through here too: a cancelled task must still be able to save.
         with anyio.CancelScope(shield=True):
             clock.enter("checkpoint")
-            if saved != progress.state.version:
-                await _in_thread(lambda: _checkpoint(session, progress))
+            await _in_thread(lambda: _last_checkpoint(session, progress))
     await _write_model(session, learner, tokenizer)
 
 
@@ -334,7 +340,7 @@ async def _imitate(session: _Session, learner: Learner, examples: Sequence[Examp
     """The loop: some examples, a step, in an order that the seed alone decides."""
     config, view = session.config, session.view
     clock = session.timeline.clock("learner")
-    every, saved = config.checkpoint.every, session.resume_step
+    every = config.checkpoint.every
     nothing = _TaskPosition(next_task=0, again=[], settled={})
     progress = _Progress(learner.state, nothing)
     view.step = learner.version
@@ -362,15 +368,14 @@ async def _imitate(session: _Session, learner: Learner, examples: Sequence[Examp
             session.files.metrics(step, numbers)
             view.trained_per_s = numbers["learner/train_tokens"] / seconds
             session.display.step_done()
+            progress = replace(progress, metrics=numbers)
             if every and step % every == 0 and step < config.steps:
                 clock.enter("checkpoint")
-                if await _in_thread(lambda progress=progress: _try_checkpoint(session, progress)):
-                    saved = step
+                await _in_thread(lambda progress=progress: _try_checkpoint(session, progress))
     finally:
         with anyio.CancelScope(shield=True):
             clock.enter("checkpoint")
-            if saved != progress.state.version:
-                await _in_thread(lambda: _checkpoint(session, progress))
+            await _in_thread(lambda: _last_checkpoint(session, progress))
 
 
 # ------------------------------------------------------------------ setup
@@ -437,6 +442,11 @@ def warm_start_folder(config: TrainConfig) -> Path:
     return cache_folder(config.warm_start, seed=config.seed, depends_on=depends_on)
 
 
+def start_name(config: TrainConfig) -> str:
+    """Name or folder of the model that a run starts from."""
+    return str(warm_start_folder(config)) if config.model.name == TINY else config.model.name
+
+
 def policy_decoder(config: TrainConfig, model: LoadedModel) -> Decoder:
     """The decoder to train, with the adapters that the settings ask for."""
     settings = config.model
@@ -455,6 +465,11 @@ def policy_decoder(config: TrainConfig, model: LoadedModel) -> Decoder:
 
 def _learner(session: _Session, model: LoadedModel) -> Learner:
     config = session.config
+    session.checkpoint_files.update(
+        checkpoint_files(
+            config_yaml(config), model.config, model.tokenizer, dtype=config.model.dtype
+        )
+    )
     learner = Learner(
         policy_decoder(config, model),
         config.learner,
@@ -575,26 +590,43 @@ class _Progress:
 
     state: LearnerState
     tasks: _TaskPosition
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers of the step that made them."""
 
 
-def _checkpoint(session: _Session, progress: _Progress) -> None:
+def _checkpoint(session: _Session, progress: _Progress, *, wait: bool = True) -> None:
     settled = {str(index): agents for index, agents in progress.tasks.settled.items()}
     tasks: dict[str, Json] = {
         "next_task": progress.tasks.next_task,
         "again": cast("list[Json]", progress.tasks.again),
         "settled": cast("dict[str, Json]", settled),
     }
-    session.checkpoints.save(progress.state.version, progress.state.arrays, tasks)
+    session.checkpoints.save(
+        progress.state.version,
+        progress.state.arrays,
+        tasks,
+        metrics=progress.metrics,
+        files=session.checkpoint_files,
+        wait=wait,
+    )
 
 
-def _try_checkpoint(session: _Session, progress: _Progress) -> bool:
-    """A checkpoint on the way; one that can't be written is said, and the run goes on."""
+def _try_checkpoint(session: _Session, progress: _Progress) -> None:
+    """A checkpoint on the way: it is written while the run goes on, which it does if it can't be, too."""
     try:
-        _checkpoint(session, progress)
+        _checkpoint(session, progress, wait=False)
     except RunError as error:
         warn(str(error))
-        return False
-    return True
+
+
+def _last_checkpoint(session: _Session, progress: _Progress) -> None:
+    """The checkpoint that a run ends with, if none of the same state is there."""
+    try:
+        session.checkpoints.wait()
+    except RunError as error:
+        warn(str(error))
+    if session.checkpoints.latest() != progress.state.version:
+        _checkpoint(session, progress)
 
 
 def _keep_failed(session: _Session, step: int, trajectory: Trajectory) -> None:
@@ -618,8 +650,7 @@ def _export(session: _Session, learner: Learner, tokenizer: Tokenizer) -> None:
     )
     config = session.config
     if config.model.lora_rank:
-        tiny = config.model.name == TINY
-        base = str(warm_start_folder(config)) if tiny else config.model.name
+        base = start_name(config)
         save_adapters(session.files.folder.adapters, learner.serving(), base, overwrite=True)
 
 

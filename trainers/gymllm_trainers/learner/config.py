@@ -20,8 +20,8 @@ class LearnerConfig:
     max_flat_groups: int = 200
     """algorithm.zero_variance refill: groups in a row that teach nothing, as their rewards are all equal,
     before the run stops."""
-    rows: int = 2
-    """Rows of a micro-batch."""
+    rows: int = 0
+    """Rows of a micro-batch; 0 is two, or as many as there must be for the mesh to divide them."""
     row_tokens: int = 0
     """Tokens of a row; 0 is twice the engine's context length, so that little is left empty."""
     smaller_shapes: int = 1
@@ -44,12 +44,11 @@ class LearnerConfig:
             "epochs",
             "mini_batches",
             "max_flat_groups",
-            "rows",
             "head_chunk",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"learner.{name} must be >= 1, got {getattr(self, name)}.")
-        for name in ("row_tokens", "smaller_shapes"):
+        for name in ("rows", "row_tokens", "smaller_shapes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"learner.{name} must be >= 0, got {getattr(self, name)}.")
         if self.mini_batches > self.groups_per_step:

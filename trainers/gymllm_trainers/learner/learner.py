@@ -28,7 +28,7 @@ from gymllm_trainers.learner.metrics import Counts, Packing
 from gymllm_trainers.learner.programs import Scored, Trained, Tree
 from gymllm_trainers.learner.reader import GroupReader, Prepared, ReadGroup
 from gymllm_trainers.learner.values import ValueBook
-from gymllm_trainers.mesh import row_parts
+from gymllm_trainers.mesh import place_whole, row_parts, rows_for
 from gymllm_trainers.models.decoder import Decoder, LoRAParam, merge_adapters
 from gymllm_trainers.models.value import ValueHead
 from gymllm_trainers.optimizer import OptimizerConfig, make_optimizer
@@ -120,6 +120,7 @@ class Learner:
         value_graph = value = None
         if self.algorithm.needs_values:
             value_graph, value = nnx.split(ValueHead(decoder.config.hidden_size))
+            value = place_whole(value, mesh)
         steps = None if total_steps is None else total_steps * config.updates
         trained = Trained(policy, value)
         self._compiled = Compiled(
@@ -315,12 +316,13 @@ class Learner:
 
     def _new_packer(self, row_tokens: int) -> Packer:
         config, parts = self.config, row_parts(self._mesh)
+        rows = rows_for(self._mesh, config.rows)
         return Packer(
-            rows=config.rows,
+            rows=rows,
             length=row_tokens,
             share=config.share_prefixes,
             smaller=smaller_shapes(
-                config.rows, row_tokens, row_multiple=parts, count=config.smaller_shapes
+                rows, row_tokens, row_multiple=parts, count=config.smaller_shapes
             ),
             parts=parts,
         )

@@ -192,15 +192,28 @@ def shard_decoder(decoder: Decoder, mesh: Mesh) -> None:
     """
     rules = _rules_for(decoder.config, mesh)
     for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
-        name = str(path[-1])
-        if path[0] == "adapters":
-            linear, part = name.rsplit("_", 1)
-            kernel = _layer_axes(linear, variable[...].ndim - 1)
-            pair: Axes = (kernel[-2], "rank") if part == "a" else ("rank", kernel[-1])
-            axes: Axes = (*kernel[:-2], *pair)
-        else:
-            axes = _TOP[name] if len(path) == 1 else _layer_axes(name, variable[...].ndim - 1)
+        axes = _axes_at(path, variable[...].ndim)
         variable[...] = jax.device_put(variable[...], _sharding(axes, rules, mesh))
+
+
+def abstract_state(decoder: Decoder, mesh: AnyMesh) -> nnx.State:
+    """What `shard_decoder` would make of a decoder, without its numbers: for compiling ahead.
+
+    Args:
+        decoder: As `nnx.eval_shape` makes it, adapters included, or a real one.
+        mesh: Where it would lie.
+
+    Raises:
+        ModelError: As `param_shardings`.
+    """
+    rules = _rules_for(decoder.config, mesh)
+    flat = []
+    for path, variable in nnx.to_flat_state(nnx.state(decoder)):
+        leaf = variable.get_value()
+        sharding = _sharding(_axes_at(path, leaf.ndim), rules, mesh)
+        struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        flat.append((path, variable.replace(struct)))
+    return nnx.from_flat_state(flat)
 
 
 def leaf_at(tree: Mapping[str, _T | dict[str, _T]], path: tuple[str, ...]) -> _T | None:
@@ -321,6 +334,17 @@ def on_whole_rows(attend: Callable[..., Array], pieces: int) -> Callable[..., Ar
         return jax.lax.all_to_all(folded, CONTEXT, split_axis=0, concat_axis=2, tiled=True)
 
     return on_pieces
+
+
+def _axes_at(path: Sequence[object], rank: int) -> Axes:
+    """Names of the axes of a decoder's parameter at this path, which has so many."""
+    name = str(path[-1])
+    if path[0] != "adapters":
+        return _TOP[name] if len(path) == 1 else _layer_axes(name, rank - 1)
+    linear, part = name.rsplit("_", 1)
+    kernel = _layer_axes(linear, rank - 1)
+    pair: Axes = (kernel[-2], "rank") if part == "a" else ("rank", kernel[-1])
+    return (*kernel[:-2], *pair)
 
 
 def _layer_axes(name: str, rank: int) -> Axes:
