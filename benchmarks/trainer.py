@@ -13,12 +13,14 @@ from pathlib import Path
 from engine import load_row
 from peers.session import PeerError
 from table import Table
+from trainer_claims import padding_rows, prefix_rows, streaming_rows
+from trainer_meshes import mesh_rows
 from trainer_peers import peer_rows
 
 from gymllm.errors import GymLLMError
 from gymllm_trainers.memory import keep_freed_memory
 
-SECTIONS = ("peers",)
+SECTIONS = ("peers", "padding", "prefix", "streaming", "meshes")
 
 
 def main() -> None:
@@ -42,6 +44,14 @@ def main() -> None:
                 peer_rows(
                     table, arguments.venvs, arguments.model, quick=quick, peers=arguments.peers
                 )
+            elif section == "padding":
+                padding_rows(table, quick=quick)
+            elif section == "prefix":
+                prefix_rows(table, arguments.model, quick=quick)
+            elif section == "streaming":
+                streaming_rows(table, quick=quick)
+            else:
+                mesh_rows(table, quick=quick)
         except (GymLLMError, PeerError) as error:
             table.add(f"the rest of {section}", f"not measured: {error}")
     load_row(table, "after")

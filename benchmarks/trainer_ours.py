@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from peers.answering import answer
 from trainer_trace import read_groups
 
@@ -21,16 +22,30 @@ from gymllm.trajectory import Group
 from gymllm_trainers.learner import Learner, LearnerConfig
 from gymllm_trainers.memory import keep_freed_memory
 from gymllm_trainers.models import Decoder, load_model
+from gymllm_trainers.optimizer import OptimizerConfig
 
 
-def new_learner(decoder: Decoder, *, rows: int, row_tokens: int, **settings: object) -> Learner:
-    """A learner as the benchmarks use it: every group is trained on, the step is the caller's."""
+def new_learner(
+    decoder: Decoder,
+    *,
+    rows: int,
+    row_tokens: int,
+    mesh: Mesh | None = None,
+    learning_rate: float = 1e-5,
+    **settings: object,
+) -> Learner:
+    """A learner as the benchmarks use it; the step is the caller's to take.
+
+    The learning rate is so small that a trace stays good for some steps; peers have the same.
+    """
     return Learner(
         decoder,
         LearnerConfig(rows=rows, **settings),  # type: ignore[arg-type]  # a benchmark's own settings
+        optimizer=OptimizerConfig(learning_rate=learning_rate),
         row_tokens=row_tokens,
         temperature=1.0,
         max_lag=10**6,  # the trace is of version 0, however many steps were taken since
+        mesh=mesh,
     )
 
 

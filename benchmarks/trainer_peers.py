@@ -34,7 +34,6 @@ from trainer_trace import (
 from gymllm.trajectory import Group
 from gymllm_agents import Tokenizer
 from gymllm_trainers.models import (
-    Decoder,
     DecoderConfig,
     decoder_params,
     load_model,
@@ -284,8 +283,3 @@ def _peak_rows(
         )
         share = least / answer["seconds"]
         table.add(f"{size.name}: share of the matrix product's rate, {what}", share, "", goal)
-
-
-def small_policy() -> tuple[Decoder, Tokenizer]:
-    """The small model with random weights, and its tokenizer."""
-    return random_decoder(SMALL.shape, seed=0), tokenizer_of(SMALL, "")
