@@ -35,8 +35,16 @@ def train(argv: Sequence[str] | None = None) -> int:
     def body(arguments: Sequence[str]) -> None:
         # Here, not at the top: a mistake in gymllm-eval's flags need not wait for the trainer.
         from gymllm_trainers.config import load_config
+        from gymllm_trainers.plan_chips import parse_topology, take_topology
 
+        arguments, topology = take_topology(arguments)
+        if topology is not None:
+            parse_topology(topology)  # a mistake in it needn't wait either
         config = load_config(arguments)
+        if topology is not None:
+            from gymllm_trainers.plan_report import show as show_topology
+
+            return show_topology(config, topology)
         if "--plan" in arguments:
             from gymllm_trainers.plan import show
 

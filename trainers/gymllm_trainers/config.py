@@ -36,6 +36,7 @@ from gymllm_trainers.config_files import (
 )
 from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import LearnerConfig
+from gymllm_trainers.mesh import MeshConfig
 from gymllm_trainers.metrics import WandbMode
 from gymllm_trainers.models.decoder import RematPolicy
 from gymllm_trainers.optimizer import OptimizerConfig
@@ -145,6 +146,7 @@ class TrainConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -218,7 +220,8 @@ class _CommandLine:
     config: Path | None = None
     """YAML file with any of these settings; flags go over it."""
     plan: bool = False
-    """Say what the run would take, and end."""
+    """Say what the run would take, and end; with a topology after it (v5p:4x4x4, v5e:4x4, cpu:8, gpu:8xH100),
+    compile it for those devices, which need not be here: memory, FLOPs, traffic, time, and the best mesh."""
     train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 

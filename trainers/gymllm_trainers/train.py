@@ -39,6 +39,7 @@ from gymllm_trainers.flat_groups import FlatGroups
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.learner import Learner, LearnerState
 from gymllm_trainers.memory import keep_freed_memory
+from gymllm_trainers.mesh import check_mesh, open_mesh, place_decoder
 from gymllm_trainers.models import (
     Decoder,
     LoadedModel,
@@ -470,16 +471,23 @@ def _learner(session: _Session, model: LoadedModel) -> Learner:
             config_yaml(config), model.config, model.tokenizer, dtype=config.model.dtype
         )
     )
+    mesh = open_mesh(config.mesh)
+    row_tokens = config.learner.row_tokens or 2 * config.engine.context_length
+    decoder = policy_decoder(config, model)
+    if mesh is not None:
+        check_mesh(mesh, decoder.config, row_tokens=row_tokens)
+    place_decoder(decoder, mesh)
     learner = Learner(
-        policy_decoder(config, model),
+        decoder,
         config.learner,
         algorithm=config.algorithm,
         optimizer=config.optimizer,
-        row_tokens=config.learner.row_tokens or 2 * config.engine.context_length,
+        row_tokens=row_tokens,
         temperature=config.agent.temperature,
         max_lag=config.rollout.max_lag,
         context_length=config.engine.context_length,
         total_steps=config.steps,
+        mesh=mesh,
         seed=config.seed,
     )
     if session.resume_step is not None:
