@@ -149,6 +149,41 @@ def test_gradients_agree_with_finite_differences() -> None:
     np.testing.assert_allclose(slope, (moved(1e-5) - moved(-1e-5)) / 2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("vocab_chunk", [11, 4])
+def test_entropy_carries_a_gradient_if_asked_for(vocab_chunk: int) -> None:
+    """Against finite differences of NumPy's entropy; the log-probability's gradient beside it."""
+    hidden, head, target, mask = batch(9, share=0.7, seed=6)
+    direction = np.random.default_rng(7).normal(size=hidden.shape)
+    kept = np.asarray(mask)
+
+    @jax.jit
+    def slopes(hidden: jax.Array, head: jax.Array) -> Any:
+        def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
+            found = token_statistics(
+                hidden,
+                head,
+                target,
+                mask,
+                temperature=0.7,
+                softcap=2.0,
+                chunk=4,
+                vocab_chunk=vocab_chunk,
+                entropy_gradient=True,
+            )
+            return (found.logprob - 3 * found.entropy).sum()
+
+        return jax.grad(total)(hidden, head)
+
+    def moved(step: float) -> float:
+        logprobs = log_softmax(np.asarray(hidden, np.float64) + step * direction, head, 0.7, 2.0)
+        entropy = -(np.exp(logprobs) * logprobs).sum(-1)
+        chosen = logprobs[np.arange(9), np.asarray(target)]
+        return float(((chosen - 3 * entropy) * kept).sum())
+
+    slope = (np.asarray(slopes(hidden, head), np.float64) * direction).sum()
+    np.testing.assert_allclose(slope, (moved(1e-5) - moved(-1e-5)) / 2e-5, rtol=1e-5)
+
+
 def test_entropy_and_temperature_carry_no_gradient() -> None:
     hidden, head, target, mask = batch(9, share=1.0)
 

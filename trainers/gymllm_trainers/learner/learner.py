@@ -156,6 +156,11 @@ class Learner:
         return self._compiled.names
 
     @property
+    def keeps_reference(self) -> bool:
+        """Whether a frozen copy of the weights is kept; with adapters, the base is the reference."""
+        return self._compiled.keeps_reference
+
+    @property
     def predicted_bytes(self) -> Mapping[str, int]:
         """Bytes on each device that compiled programs need, by the program's name; where it is known."""
         return self._compiled.predicted

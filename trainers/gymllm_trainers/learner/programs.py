@@ -190,6 +190,7 @@ class Programs:
             temperature=self._temperature,
             softcap=decoder.config.final_softcap,
             chunk=self._head_chunk,
+            entropy_gradient=self._algorithm.entropy_coef > 0,
         )
 
         def of_targets(of_tokens: Array) -> Array:

@@ -43,7 +43,7 @@ class TokenStatistics(NamedTuple):
     logprob: Array
     """Log-probability (nats) of the target."""
     entropy: Array
-    """Entropy (nats) of the distribution the target was drawn from; carries no gradient."""
+    """Entropy (nats) of the distribution the target was drawn from; carries a gradient only if asked for."""
 
 
 class _Static(NamedTuple):
@@ -51,6 +51,7 @@ class _Static(NamedTuple):
 
     softcap: float | None
     tied: bool
+    entropy_gradient: bool
     chunk: int
     vocab_chunk: int
     rows: tuple[str, ...]
@@ -103,6 +104,7 @@ def token_statistics(
     softcap: float | None = None,
     chunk: int = 512,
     vocab_chunk: int = 65_536,
+    entropy_gradient: bool = False,
 ) -> TokenStatistics:
     """Log-probability of each target, and the entropy it was drawn with.
 
@@ -122,6 +124,7 @@ def token_statistics(
             arXiv:2408.00118).
         chunk: Tokens whose logits are held at once, on each device.
         vocab_chunk: Words of the vocabulary whose logits are held at once, on each device.
+        entropy_gradient: Whether the entropy is differentiated too, or taken as a constant.
 
     Raises:
         ConfigError: A temperature or soft cap <= 0, or a chunk < 1.
@@ -145,6 +148,7 @@ def token_statistics(
     static = _Static(
         softcap=softcap,
         tied=tied,
+        entropy_gradient=entropy_gradient,
         chunk=chunk,
         vocab_chunk=vocab_chunk,
         rows=rows,
@@ -180,7 +184,7 @@ def _forward(
     arrays = (hidden_TD, head, scale, target_T, wanted_T)
     tokens = PartitionSpec(static.rows or None)
     statistics, peak_T, total_T = _on_each_device(static, local, tokens)(*arrays)
-    return statistics, (*arrays, peak_T, total_T)
+    return statistics, (*arrays, peak_T, total_T, statistics.entropy)
 
 
 def _backward(
@@ -195,9 +199,9 @@ def _backward(
         return d_hidden.astype(arrays[0].dtype), d_head.astype(arrays[1].dtype)
 
     # The mask's own gradient is 0: where it is, the statistics are.
-    weight_T = jnp.where(saved[4], cotangent.logprob, 0.0)
+    weights = (jnp.where(saved[4], part, 0.0) for part in cotangent)
     outputs = (PartitionSpec(static.rows or None), _head_spec(static))
-    d_hidden, d_head = _on_each_device(static, local, outputs)(*saved, weight_T)
+    d_hidden, d_head = _on_each_device(static, local, outputs)(*saved, *weights)
     return d_hidden, d_head, None, None, None
 
 
@@ -249,9 +253,11 @@ def _gradients(
     wanted_T: Array,
     peak_T: Array,
     total_T: Array,
+    entropy_T: Array,
     weight_T: Array,
+    entropy_weight_T: Array,
 ) -> tuple[Array, Array]:
-    """Gradients of sum(weight * logprob) by the hidden states and the head, float32."""
+    """Gradients of sum(weight * logprob + entropy_weight * entropy) by hidden states and head, float32."""
     chunks, blocks = _Chunks(static, wanted_T), _Blocks(static, head, scale)
 
     def chunk(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -259,14 +265,20 @@ def _gradients(
         rows_CD, target_C, peak_C, factor_C, weight_C = (
             chunks.take(index, x) for x in (hidden_TD, target_T, peak_T, 1 / total_T, weight_T)
         )
+        entropy_C, entropy_weight_C = (chunks.take(index, x) for x in (entropy_T, entropy_weight_T))
 
         def block(number: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             d_rows_CD, d_head = carry
             logits = blocks.logits(number, rows_CD, target_C)
             # d logprob / d logits = one-hot - softmax.
             shares_CW = jnp.exp(logits.value_CW - peak_C[:, None]) * factor_C[:, None]
-            error_CW = logits.target_CW - shares_CW
-            error_CW *= weight_C[:, None] * scale
+            error_CW = (logits.target_CW - shares_CW) * weight_C[:, None]
+            if static.entropy_gradient:
+                # d entropy / d logits = -softmax * (log softmax + entropy); nothing where softmax is 0.
+                log_CW = jnp.where(shares_CW > 0, jnp.log(shares_CW), 0.0)
+                surplus_CW = shares_CW * (log_CW + entropy_C[:, None])
+                error_CW -= surplus_CW * entropy_weight_C[:, None]
+            error_CW *= scale
             if static.softcap is not None:
                 error_CW *= 1 - jnp.square(logits.capped_CW / static.softcap)
             error_CW = error_CW.astype(hidden_TD.dtype)
