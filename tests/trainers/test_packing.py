@@ -121,10 +121,22 @@ def test_nothing_is_lost_or_mixed(seed: int) -> None:
 
 def test_a_full_micro_batch_is_given_out_at_once() -> None:
     packer = Packer(rows=2, length=10)
-    assert list(packer.add([sequence(10), sequence(6, first=20)])) == []
+    assert list(packer.add([sequence(10), sequence(10, first=20)])) == []
     (batch,) = packer.add([sequence(5, first=40)])
-    assert batch.tokens == 16
+    assert batch.tokens == 20
     assert [b.tokens for b in packer.flush()] == [5]
+
+
+def test_one_that_is_not_full_waits_until_two_do() -> None:
+    sequences = [sequence(size, first=20 * i) for i, size in enumerate((6, 7, 8, 9, 7), 1)]
+    packer = Packer(rows=2, length=10)
+    assert list(packer.add(sequences[:4])) == []
+    (batch,) = packer.add(sequences[4:])
+    assert batch.tokens == 6 + 7
+    packer = Packer(rows=2, length=10)
+    assert list(packer.add(sequences[:4])) == []
+    (batch,) = packer.add([sequence(4, first=200), sequence(3, first=300)])
+    assert batch.tokens == 20, "these fill the rows of 6 and 7"
 
 
 def test_short_ones_fill_the_gaps() -> None:
@@ -163,6 +175,13 @@ def test_the_last_micro_batch_takes_the_smallest_shape_that_holds_it() -> None:
             list(packer.add(sequence(size, first=50 * i) for i, size in enumerate(sizes, 1))) == []
         )
         assert [batch.ids.shape for batch in packer.flush()] == [shape]
+
+
+def test_what_is_left_may_take_several_shapes() -> None:
+    """13 rows of 16 tokens are 8, 4 and 1."""
+    packer = Packer(rows=16, length=16, smaller=smaller_shapes(16, 16, count=4))
+    assert list(packer.add(sequence(16, first=50 * i) for i in range(1, 14))) == []
+    assert [batch.ids.shape[0] for batch in packer.flush()] == [8, 4, 1]
 
 
 def test_smaller_shapes_halve_rows_first() -> None:

@@ -22,6 +22,8 @@ from gymllm_trainers.tree import grow, leaf, shared_with_last
 
 _Ints = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float32]
+_FULL = 0.97
+"""Share of tokens from which on a micro-batch doesn't wait for others to fill it."""
 _CUTS = 4
 """At how many places the run of sequences that a row begins with is tried to end."""
 
@@ -87,9 +89,9 @@ class Packer:
     """Collects sequences as they come; gives a micro-batch when one is full.
 
     Everything that waits is packed anew with each arrival; when that takes more rows than a micro-batch
-    has, they are given out and the rest waits. A row begins with the oldest and those that share most with
-    it, and is filled up with what then leaves least to be computed. What is computed never depends on the
-    packing, only how often it is.
+    has, they are given out and the rest waits; if they are not full yet, only when it takes twice as many.
+    A row begins with the oldest and those that share most with it, and is filled up with what then leaves
+    least to be computed. What is computed never depends on the packing, only how often it is.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Packer:
         Raises:
             ConfigError: A sequence is longer than a row.
         """
-        rows, length = self._shapes[0]
+        length = self._shapes[0][1]
         for sequence in sequences:
             one = leaf(sequence)
             if one is None:
@@ -151,40 +153,71 @@ class Packer:
                     f"learner.row_tokens >= engine.context_length."
                 )
             self._waiting.append(one)
-        while (plan := self._plan(rows, length)).rest:
-            yield self._take(plan, length)
+        while (plan := self._plan(self._waiting, self._shapes[0])).rest:
+            # What comes may fill it better; but no more than two wait.
+            if plan.filled < _FULL and not self._plan(plan.rest, plan.shape).rest:
+                return
+            yield self._take(plan)
 
     def flush(self) -> Iterator[PackedBatch]:
-        """Yields what is left, if anything is, in the smallest shape that holds it."""
-        if not self._waiting:
-            return
-        longest = max(len(one.ids) for one in self._waiting)
-        for rows, length in self._shapes[:0:-1]:
-            if longest <= length and not (plan := self._plan(rows, length)).rest:
-                yield self._take(plan, length)
-                return
-        rows, length = self._shapes[0]
-        yield self._take(self._plan(rows, length), length)
+        """Yields what is left, if anything is, in the shapes that compute least."""
+        for plan in self._least(self._waiting).plans:
+            yield self._take(plan)
 
-    def _plan(self, rows: int, length: int) -> _Plan:
-        rest = _Waiting(self._waiting, share=self._share)
-        plan: list[list[Leaf]] = []
-        while rest.leaves and len(plan) < rows:
-            chosen, rest = rest.fill(length)
-            plan.append(chosen)
-        return _Plan(plan + [[] for _ in range(rows - len(plan))], rest.leaves)
+    def _least(self, waiting: list[Leaf]) -> _Plans:
+        """Micro-batches that hold all that waits, of the smallest size together.
 
-    def _take(self, plan: _Plan, length: int) -> PackedBatch:
-        kept = set(map(id, plan.rest))
-        self._waiting = [one for one in self._waiting if id(one) in kept]
-        batch = _lay_out(plan.rows, length=length, share=self._share)
+        Either one that holds all, or one that is filled and what is least for the rest.
+        """
+        if not waiting:
+            return _Plans(0, [])
+        best: _Plans | None = None
+        longest = max(len(one.ids) for one in waiting)
+        for shape in self._shapes:  # the largest first: of equals, the fewest are taken
+            size = shape[0] * shape[1]
+            if longest > shape[1] or (best is not None and size >= best.size):
+                continue
+            plan = self._plan(waiting, shape)
+            rest = self._least(plan.rest)
+            if best is None or size + rest.size < best.size:
+                best = _Plans(size + rest.size, [plan, *rest.plans])
+        assert best is not None  # the largest shape takes any sequence
+        return best
+
+    def _plan(self, waiting: list[Leaf], shape: tuple[int, int]) -> _Plan:
+        rest = _Waiting(waiting, share=self._share)
+        rows: list[list[Leaf]] = []
+        tokens = 0
+        while rest.leaves and len(rows) < shape[0]:
+            chosen, size, rest = rest.fill(shape[1])
+            rows.append(chosen)
+            tokens += size
+        empty: list[list[Leaf]] = [[] for _ in range(shape[0] - len(rows))]
+        return _Plan(shape, rows + empty, rest.arrived, tokens / (shape[0] * shape[1]))
+
+    def _take(self, plan: _Plan) -> PackedBatch:
+        gone = {id(one) for row in plan.rows for one in row}
+        self._waiting = [one for one in self._waiting if id(one) not in gone]
+        batch = _lay_out(plan.rows, length=plan.shape[1], share=self._share)
         order = balance(_work(batch), self._parts)
         return PackedBatch._make(field[order] for field in batch)
 
 
 class _Plan(NamedTuple):
+    """A micro-batch."""
+
+    shape: tuple[int, int]
     rows: list[list[Leaf]]
     rest: list[Leaf]
+    """What then still waits, as it arrived."""
+    filled: float
+    """Share of its tokens that are not padding."""
+
+
+class _Plans(NamedTuple):
+    size: int
+    """Tokens of all, padding included."""
+    plans: list[_Plan]
 
 
 class _Waiting:
@@ -202,8 +235,8 @@ class _Waiting:
         self._same = [*same, 0]
         """Tokens shared with the sequence before; a 0 for what would come after the last."""
 
-    def fill(self, length: int) -> tuple[list[Leaf], _Waiting]:
-        """A row's sequences, and those that are left."""
+    def fill(self, length: int) -> tuple[list[Leaf], int, _Waiting]:
+        """A row's sequences, how many tokens they take, and those that are left."""
         run = self._run(length)
         # What a row holds besides its run depends on where that ends: a cut between those that share little,
         # or one that leaves a gap which others fill.
@@ -212,10 +245,16 @@ class _Waiting:
         ]
         chosen = min(tries, key=lambda each: self._size(set(range(len(self.leaves))) - set(each)))
         taken = set(chosen)
-        left = [number for number in range(len(self.leaves)) if number not in taken]
-        left.sort(key=lambda number: self._age[number])
-        rest = _Waiting([self.leaves[number] for number in left], share=self._share)
-        return [self.leaves[number] for number in sorted(chosen)], rest
+        left = [one for number, one in enumerate(self.leaves) if number not in taken]
+        ages = [age for number, age in enumerate(self._age) if number not in taken]
+        left = [left[number] for number in np.argsort(ages).tolist()]
+        rest = _Waiting(left, share=self._share)
+        return [self.leaves[number] for number in sorted(chosen)], self._size(taken), rest
+
+    @property
+    def arrived(self) -> list[Leaf]:
+        """In the order of their arrival."""
+        return [self.leaves[number] for number in np.argsort(self._age).tolist()]
 
     def _run(self, length: int) -> list[int]:
         """The oldest, and those after it while they fit."""
