@@ -4,8 +4,8 @@
 
 Runs are `gymllm-train` processes, one after another, each as a user would start it; one that is there
 already, and whole, is not run again. A preset changes the algorithm and nothing else, unless `SETTINGS` says
-what else it needs. The table has each preset's mean reward over the last `LAST` steps, every seed's on its own,
-and the seconds a run took; the curves come in one picture.
+what else it needs. The table has each preset's mean reward over the last `LAST` steps, every seed's on its
+own, and the seconds a run took; the curves come in one picture.
 """
 
 from __future__ import annotations
