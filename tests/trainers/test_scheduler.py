@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
@@ -16,12 +16,29 @@ from gymllm_trainers.engine.requests import DecodeRow, PrefillBlock, Request, St
 from gymllm_trainers.engine.scheduler import Scheduler
 
 CONFIG = EngineConfig(
-    slots=4, context_length=48, small_batch=2, prefill_tokens=(8, 32), page_size=4, reuse_lag=2
+    slots=4,
+    context_length=48,
+    small_batch=2,
+    prefill_tokens=(8, 32),
+    page_size=4,
+    reuse_lag=2,
+    burst=1,
 )
 
 
-def request(ids: Sequence[int], *, new: int = 3, lockstep: bool = False) -> Request:
-    return Request(ids=list(ids), prompt_length=len(ids), max_new_tokens=new, lockstep=lockstep)
+BURSTS = replace(CONFIG, burst=3)
+
+
+def request(
+    ids: Sequence[int], *, new: int = 3, lockstep: bool = False, bursts: bool = True
+) -> Request:
+    return Request(
+        ids=list(ids),
+        prompt_length=len(ids),
+        max_new_tokens=new,
+        lockstep=lockstep,
+        bursts=bursts and not lockstep,
+    )
 
 
 def next_token(ids: Sequence[int]) -> int:
@@ -108,6 +125,8 @@ class Device:
 
     def turn(self, between: Callable[[], None] = lambda: None) -> Step | None:
         """Schedules a step, launches it, and completes the one before; `between` happens in between."""
+        if self.queue and self.queue[0].step.burst > 1:
+            self.complete()
         step = self.scheduler.schedule()
         for one in self.alive:
             if one.pages and self.placed.get(one, (-1, 0))[0] != one.preemptions:
@@ -175,23 +194,32 @@ class Device:
             assert one.computed <= one.limit - 1
             assert one.lockstep <= all(row.source < 0 for row in step.decode if row.request is one)
             assert not one.ended
+            if step.burst > 1:
+                assert one.bursts
+                assert not step.prefill
+                assert len(one.ids) + one.pending <= one.limit
 
     def complete(self) -> None:
         launched = self.queue.popleft()
         samples = self.execute(launched)
         counted = self.scheduler.complete(launched.step, samples)
+        seen = Counter(one for one, _ in counted)
         for one, token in counted:
-            assert one.ids[-1] == token
-            if one.full:
+            assert one.ids[-seen[one]] == token
+            seen[one] -= 1
+            known = len(one.ids) - seen[one]
+            if one.full and not seen[one]:
                 assert one.ended
-            elif len(one.ids) >= self.stops.get(one, 1 << 30):
+            elif known >= self.stops.get(one, 1 << 30):
                 self.scheduler.finish(one)
-            if one.ended:
+            if one.ended and one not in self.ended:
                 self.ended.append(one)
         self.alive = [r for r in self.alive if not r.ended]
 
     def execute(self, launched: Launched) -> list[int]:
-        step, size = launched.step, self.config.page_size
+        step = launched.step
+        if step.burst > 1:
+            return self.execute_burst(launched)
         cells = list(self.cells) if self.copies_at_once else self.cells
         for source, target in step.copies:
             self.cells[target] = list(cells[source])
@@ -203,25 +231,49 @@ class Device:
         for index, block in enumerate(step.prefill, step.rows):
             entries.append((index, block, block.start, list(block.tokens)))
         for _, entry, start, tokens in entries:
-            for at, token in enumerate(tokens, start):
-                page = launched.tables[entry.request][at // size]
-                self.cells[page][at % size] = Cell(token, launched.version)
+            self.write(launched, entry.request, start, tokens)
         samples = [-7] * (step.rows + step.blocks)
         for index, entry, start, tokens in entries:
-            one = entry.request
-            read: list[int] = []
-            for at in range(start + len(tokens)):
-                cell = self.cells[launched.tables[one][at // size]][at % size]
-                assert cell is not None, "only what was written is read"
-                assert cell.version >= launched.required[one], "kept keys are not too old"
-                read.append(cell.token)
-            known = one.ids[: len(read)]
-            assert read[: len(known)] == known, "a row reads its own tokens"
-            assert len(read) <= len(known) + 1
+            read = self.read(launched, entry.request, start + len(tokens))
             if isinstance(entry, DecodeRow) or entry.samples:
                 samples[index] = next_token(read)
         self.samples = samples
         return samples
+
+    def execute_burst(self, launched: Launched) -> list[int]:
+        step = launched.step
+        assert not step.copies
+        samples = [-7] * (step.rows * step.burst)
+        tokens = [self.samples[row.source] if row.source >= 0 else row.token for row in step.decode]
+        for number in range(step.burst):
+            for row, token in zip(step.decode, tokens, strict=True):
+                self.write(launched, row.request, row.position + number, [token])
+            tokens = [
+                next_token(self.read(launched, row.request, row.position + number + 1))
+                for row in step.decode
+            ]
+            start = number * step.rows
+            samples[start : start + len(tokens)] = tokens
+        return samples
+
+    def write(self, launched: Launched, one: Request, start: int, tokens: list[int]) -> None:
+        size = self.config.page_size
+        for at, token in enumerate(tokens, start):
+            page = launched.tables[one][at // size]
+            self.cells[page][at % size] = Cell(token, launched.version)
+
+    def read(self, launched: Launched, one: Request, end: int) -> list[int]:
+        size = self.config.page_size
+        read: list[int] = []
+        for at in range(end):
+            cell = self.cells[launched.tables[one][at // size]][at % size]
+            assert cell is not None, "only what was written is read"
+            assert cell.version >= launched.required[one], "kept keys are not too old"
+            read.append(cell.token)
+        known = one.ids[: len(read)]
+        assert read[: len(known)] == known, "a row reads its own tokens"
+        assert len(read) <= len(known) + launched.step.burst
+        return read
 
     def run(self, *requests: Request) -> list[Request]:
         """Adds requests and runs until nothing is left; they end in this order."""
@@ -301,7 +353,7 @@ def nodes_of(scheduler: Scheduler) -> list[Node]:
 
 def writes(step: Step) -> list[tuple[Request, int]]:
     """Every position that a step writes."""
-    places = [(row.request, row.position) for row in step.decode]
+    places = [(row.request, row.position + i) for row in step.decode for i in range(step.burst)]
     for block in step.prefill:
         places += [(block.request, block.start + i) for i in range(len(block.tokens))]
     return places
@@ -850,6 +902,167 @@ def test_counts_and_free_pages_follow() -> None:
     device.check_nothing_left()
 
 
+# ---------------------------------------------------------------------- bursts
+
+
+def burst_steps(device: Device) -> list[Step]:
+    return [step for step in device.steps if step.burst > 1]
+
+
+def until_burst(device: Device, *requests: Request) -> Step:
+    """Adds requests, and runs until a burst is on its way."""
+    device.add(*requests)
+    for _ in range(60):
+        step = device.turn()
+        if step is not None and step.burst > 1:
+            return step
+    raise AssertionError("no burst was made")
+
+
+def test_a_burst_comes_once_all_have_generated_for_a_while() -> None:
+    device = Device(BURSTS)
+    first, second = request([1, 2, 3], new=30), request([4, 5], new=30)
+    device.add(first)
+    for _ in range(4):
+        device.turn()
+    step = until_burst(device, second)
+    # Nine tokens of the one that came later, this step's first among them.
+    assert (step.burst, step.rows, step.blocks, step.copies) == (3, 2, 0, ())
+    assert [row.request for row in step.decode] == [first, second]
+    assert len(second.ids) + second.pending == 2 + 9 + 2
+    assert all(row.source >= 0 for row in step.decode), "the step before was on its way"
+    device.run()
+    assert first.ids == expected([1, 2, 3], 30)
+    assert second.ids == expected([4, 5], 30)
+    device.check_nothing_left()
+
+
+def test_without_bursts_there_are_none() -> None:
+    device = Device(CONFIG)
+    device.run(request([1], new=40))
+    assert not burst_steps(device)
+
+
+@pytest.mark.parametrize("new", range(9, 17))
+def test_a_burst_ends_at_the_limit_and_not_past_it(new: int) -> None:
+    device = Device(BURSTS)
+    one = request([1, 2], new=new)
+    device.run(one)
+    assert one.ids == expected([1, 2], new)
+    # From the ninth token on by threes, and what is left over by ones.
+    assert len(burst_steps(device)) == (new - 8) // 3
+    device.check_nothing_left()
+
+
+def test_a_burst_ends_at_the_contexts_end() -> None:
+    device = Device(BURSTS)
+    one = request(range(20), new=10**9)
+    device.run(one)
+    assert one.ids == expected(range(20), BURSTS.context_length - 20)
+    assert len(burst_steps(device)) == (BURSTS.context_length - 20 - 8) // 3
+    device.check_nothing_left()
+
+
+@pytest.mark.parametrize("other", [{"bursts": False}, {"lockstep": True}])
+def test_who_cannot_take_part_keeps_others_from_it(other: dict[str, bool]) -> None:
+    device = Device(BURSTS)
+    one, apart = request([1], new=40), request([2], new=16, **other)
+    device.run(one, apart)
+    last = max(at for at, step in enumerate(device.steps) if apart in requests_of(step))
+    assert not [step for step in device.steps[: last + 1] if step.burst > 1]
+    assert [step for step in device.steps[last + 1 :] if step.burst > 1]
+    assert one.ids == expected([1], 40)
+    assert apart.ids == expected([2], 16)
+    device.check_nothing_left()
+
+
+def test_nobody_waits_for_a_burst_longer_than_it_takes() -> None:
+    device = Device(BURSTS)
+    until_burst(device, request([1], new=40))
+    late = request([7, 8], new=2)
+    device.add(late)
+    step = device.turn()
+    assert step is not None
+    assert step.burst == 1
+    assert [block.request for block in step.prefill] == [late]
+    device.run()
+    device.check_nothing_left()
+
+
+def test_a_burst_is_complete_before_the_next_step() -> None:
+    device = Device(BURSTS)
+    until_burst(device, request([1], new=40))
+    with pytest.raises(AssertionError, match="none of a burst"):
+        device.scheduler.schedule()
+
+
+def test_a_stop_in_a_burst_ends_the_request_and_its_beginning_is_found_again() -> None:
+    device = Device(BURSTS)
+    one, other = request([1, 2, 3], new=40), request([4], new=40)
+    device.stops[one] = 3 + 10
+    device.add(other)
+    device.run_until(one)
+    # A burst's other tokens are there, too: their keys and values were computed.
+    assert len(one.ids) > 3 + 10
+    assert one.ids == expected([1, 2, 3], len(one.ids) - 3)
+    told = one.ids[:13]
+    again = request([*told, 99, 98], new=12)
+    device.run_until(again)
+    # All but the last token that it said: three pages, and a copy of what stood in the fourth.
+    assert again.reused == 12 + (1 if len(one.ids) > 13 + 1 else 0)
+    assert again.ids == expected([*told, 99, 98], 12)
+    device.run()
+    assert other.ids == expected([4], 40)
+    device.check_nothing_left()
+
+
+def test_a_burst_takes_pages_only_where_there_are_enough() -> None:
+    # Twelve pages for two requests of nine each.
+    device = Device(replace(BURSTS, pages=13, context_length=36))
+    first, second = request([1], new=33), request([2], new=33)
+    device.run(first, second)
+    assert first.ids == expected([1], 33)
+    assert second.ids == expected([2], 33)
+    assert second.preemptions == 1
+    assert not first.preemptions
+    assert {len(step.decode) for step in burst_steps(device)} == {1, 2}
+    for step in burst_steps(device):
+        assert len(step.decode) == 1 or second.preemptions
+    device.check_nothing_left()
+
+
+def test_cancelling_amid_a_burst_frees_pages_at_once() -> None:
+    device = Device(BURSTS)
+    one, other = request([1], new=40), request([2], new=40)
+    until_burst(device, one, other)
+    before = device.scheduler.free_pages
+    held = len(one.pages)
+    device.cancel(one)
+    assert device.scheduler.free_pages == before + held
+    late = request([1, 5], new=3)
+    device.run(late)
+    assert late.ids == expected([1, 5], 3)
+    assert other.ids == expected([2], 40)
+    assert one.ids == expected([1], len(one.ids) - 1)
+    device.check_nothing_left()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_new_weights_amid_a_burst_come_after_it(recompute: bool) -> None:
+    device = Device(BURSTS)
+    one = request([1, 2], new=30)
+    step = until_burst(device, one)
+    prefilled = device.scheduler.stats.prefilled
+    device.publish(1, recompute=recompute)
+    assert one.pending == step.burst
+    device.run()
+    assert one.ids == expected([1, 2], 30)
+    again = device.scheduler.stats.prefilled - prefilled
+    assert (again > 10) == recompute
+    assert burst_steps(device)[-1] is not step
+    device.check_nothing_left()
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_any_order_of_events_gives_the_same_tokens(seed: int) -> None:
     random_traffic(seed)
@@ -877,32 +1090,39 @@ def random_traffic(seed: int) -> None:
         page_size=size,
         pages=rng.choice([table + 1, table + 3, 2 * table, 0]),
         reuse_lag=rng.randint(0, 2),
+        burst=rng.choice([1, 2, 2, 3]),
     )
+    crowd = rng.choice([0.02, 0.05, 0.3])
     device = Device(config, ahead=rng.random() < 0.8, copies_at_once=rng.random() < 0.5)
     past = [[10 * stem + rng.randrange(3) for _ in range(14)] for stem in range(2)]
     asked: list[tuple[Request, list[int]]] = []
     publishes = rng.random() < 0.7
     for _ in range(400):
         event = rng.random()
-        if event < 0.3:
+        if event < crowd:
             stem = rng.choice(past)
             prompt = stem[: rng.randint(1, len(stem))]
             prompt += [rng.randrange(3) for _ in range(rng.randint(0, 6))]
             for _ in range(rng.choice([1, 1, 1, 4])):
                 if len(prompt) < context:
-                    one = request(prompt, new=rng.randint(1, 20), lockstep=rng.random() < 0.2)
+                    one = request(
+                        prompt,
+                        new=rng.randint(1, rng.choice([20, 50])),
+                        lockstep=rng.random() < 0.1,
+                        bursts=rng.random() < 0.95,
+                    )
                     if rng.random() < 0.3:
-                        device.stops[one] = len(prompt) + rng.randint(1, 5)
+                        device.stops[one] = len(prompt) + rng.randint(1, 12)
                     asked.append((one, prompt))
                     device.add(one)
-        elif event < 0.35 and asked:
+        elif 0.3 < event < 0.33 and asked:
             one = rng.choice(asked)[0]
             device.turn(lambda one=one: device.cancel(one))
             device.cancel(one)
             device.cancel(rng.choice(asked)[0])
-        elif event < 0.40 and publishes:
+        elif 0.33 < event < 0.37 and publishes:
             device.publish(device.version + 1, recompute=rng.random() < 0.4)
-        elif event < 0.41:
+        elif 0.37 < event < 0.38:
             device.scheduler.clear_cache()
         else:
             device.turn()
@@ -913,6 +1133,10 @@ def random_traffic(seed: int) -> None:
     for one, prompt in asked:
         assert one.ended
         limit = min(len(prompt) + one.max_new_tokens, context, device.stops.get(one, context))
-        assert len(one.ids) == limit if one in device.ended else len(one.ids) < limit
+        if one in device.ended:
+            past_end = config.burst if one in device.stops else 1
+            assert limit <= len(one.ids) < limit + past_end
+        else:
+            assert len(one.ids) < limit
         assert one.ids == expected(prompt, len(one.ids) - len(prompt))
     device.check_nothing_left()

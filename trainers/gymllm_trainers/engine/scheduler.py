@@ -6,7 +6,7 @@ another request may read it in the very same step: the members of a group comput
 A page that is given back may be given out at once, for the same reason.
 
 One step may be scheduled before the results of the one before are known; its rows then take those tokens
-from the device.
+from the device. A burst's results must be known: they may end requests in its midst.
 
 No arrays, no clock, no threads.
 """
@@ -64,7 +64,7 @@ class Scheduler:
             version: Of the weights that the first step runs with.
         """
         self._slots, self._size = config.slots, config.page_size
-        self._context_length, self._burst = config.context_length, config.burst
+        self._context_length, self._burst = config.context_length, max(config.burst, 1)
         self._row_shapes, self._block_shapes = config.row_shapes, config.block_shapes
         self._placement = Placement(config, version=version)
         self._pages = self._placement.pages
@@ -157,8 +157,8 @@ class Scheduler:
 
         None if there is nothing to do before the step in flight is complete, or nothing at all.
         """
-        assert len(self._in_flight) <= 1, (
-            "a step can be scheduled one ahead: complete() comes first"
+        assert sum(step.burst for step in self._in_flight) <= 1, (
+            "one step can be scheduled ahead, and none of a burst: complete() comes first"
         )
         self._placement.step += 1
         while True:
