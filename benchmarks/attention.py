@@ -2,8 +2,9 @@
 
     python benchmarks/attention.py [--implementations reference xla] [--dtypes float32 bfloat16]
 
-The machine's own matrix products are measured in the same run: the bound is the time that the products of
-visible pairs alone would take at that rate, 2 of them forward and 5 backward.
+Rows of sequences side by side, and of trees: groups of 8 that share a prompt. The machine's own matrix
+products are measured in the same run: the bound is the time that the products of visible pairs alone would
+take at that rate, 2 of them forward and 5 backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +25,29 @@ from gymllm_trainers.models.attention import packed_attention
 
 HEADS, GROUPS, SIZE = 9, 3, 64
 """SmolLM2-135M's."""
+
+
+class Case(NamedTuple):
+    """Rows that are filled until the next sequence or group doesn't fit."""
+
+    rows: int
+    tokens: int
+    lengths: tuple[int, int]
+    """Least and most tokens of a sequence, or of an answer."""
+    window: int | None = None
+    prompt: int = 0
+    """Tokens that 8 answers share; 0: sequences share nothing."""
+
+
 CASES = {
-    "2x768, sequences of 100-400": (2, 768, (100, 400), None),
-    "2x768, one sequence": (2, 768, (768, 768), None),
-    "1x4096, sequences of 200-1500": (1, 4096, (200, 1500), None),
-    "1x4096, one sequence": (1, 4096, (4096, 4096), None),
-    "1x4096, one sequence, window 512": (1, 4096, (4096, 4096), 512),
+    "2x768, sequences of 100-400": Case(2, 768, (100, 400)),
+    "2x768, one sequence": Case(2, 768, (768, 768)),
+    "1x4096, sequences of 200-1500": Case(1, 4096, (200, 1500)),
+    "1x4096, one sequence": Case(1, 4096, (4096, 4096)),
+    "1x4096, one sequence, window 512": Case(1, 4096, (4096, 4096), window=512),
+    "1x4096, groups of 150 + 8 x 40": Case(1, 4096, (40, 40), prompt=150),
+    "1x4096, a group of 600 + 8 x 300-400": Case(1, 4096, (300, 400), prompt=600),
 }
-"""Rows, tokens, the sequences' lengths, and a window."""
 
 
 def main() -> None:
@@ -43,18 +60,23 @@ def main() -> None:
     for dtype in options.dtypes:
         rate = matmul_rate(dtype, options.repeats)
         table.add(f"{dtype}: matrix product 1024x1024x1024", rate / 1e9, "GFLOP/s")
-        for title, (rows, tokens, lengths, window) in CASES.items():
-            segments = packed(rows, tokens, lengths)
-            arrays = random_arrays(rows, tokens, dtype)
-            pairs = visible_pairs(segments, window)
+        for title, case in CASES.items():
+            ends, positions = packed(case)
+            arrays = random_arrays(case.rows, case.tokens, dtype)
+            pairs = visible_pairs(ends, positions, case.window)
             bound = 2 * 7 * pairs * HEADS * SIZE / rate
             for name in options.implementations:
                 what = f"{dtype} {name}: {title}"
                 attend = functools.partial(
-                    packed_attention, scale=SIZE**-0.5, window=window, implementation=name
+                    packed_attention,
+                    positions_BT=positions,
+                    scale=SIZE**-0.5,
+                    window=case.window,
+                    branched=case.prompt > 0,
+                    implementation=name,
                 )
                 try:
-                    seconds, held = measure(attend, arrays, segments, options.repeats)
+                    seconds, held = measure(attend, arrays, ends, options.repeats)
                 except ConfigError as error:
                     table.add(what, str(error))
                     continue
@@ -63,17 +85,26 @@ def main() -> None:
     table.print_json()
 
 
-def packed(rows: int, tokens: int, lengths: tuple[int, int]) -> jax.Array:
-    """Segments of rows that are filled until the next sequence doesn't fit."""
+def packed(case: Case) -> tuple[jax.Array, jax.Array]:
+    """Ends and positions."""
     rng = np.random.default_rng(0)
-    segments = np.zeros((rows, tokens), np.int32)
-    for row in segments:
-        start, count = 0, 0
-        while start + (size := int(rng.integers(lengths[0], lengths[1] + 1))) <= tokens:
-            count += 1
-            row[start : start + size] = count
-            start += size
-    return jnp.asarray(segments)
+    ends, positions = np.zeros((2, case.rows, case.tokens), np.int32)
+    for row in range(case.rows):
+        start = 0
+        while True:
+            sizes = rng.integers(case.lengths[0], case.lengths[1] + 1, size=8 if case.prompt else 1)
+            stop = start + case.prompt + int(sizes.sum())
+            if stop > case.tokens:
+                break
+            trunk = start + case.prompt
+            ends[row, start:trunk] = stop
+            positions[row, start:trunk] = np.arange(case.prompt)
+            for size in sizes.tolist():
+                ends[row, trunk : trunk + size] = trunk + size
+                positions[row, trunk : trunk + size] = np.arange(size) + case.prompt
+                trunk += size
+            start = stop
+    return jnp.asarray(ends), jnp.asarray(positions)
 
 
 def random_arrays(rows: int, tokens: int, dtype: str) -> list[jax.Array]:
@@ -83,14 +114,10 @@ def random_arrays(rows: int, tokens: int, dtype: str) -> list[jax.Array]:
     return [jnp.asarray(rng.normal(size=(rows, tokens, n, SIZE)), dtype) for n in counts]
 
 
-def visible_pairs(segments: jax.Array, window: int | None) -> int:
-    """Pairs of a query and a key that it sees."""
-    count = 0
-    for row in np.asarray(segments):
-        for size in np.bincount(row)[1:].tolist():
-            seen = np.arange(1, size + 1)
-            count += int(np.minimum(seen, window or size).sum())
-    return count
+def visible_pairs(ends_BT: jax.Array, positions_BT: jax.Array, window: int | None) -> int:
+    """Pairs of a query and a key that it sees: itself and what is above it."""
+    depths = np.asarray(positions_BT)[np.asarray(ends_BT) > 0] + 1
+    return int(np.minimum(depths, window or depths.max()).sum())
 
 
 def matmul_rate(dtype: str, repeats: int) -> float:
@@ -101,12 +128,12 @@ def matmul_rate(dtype: str, repeats: int) -> float:
 
 
 def measure(
-    attend: Callable[..., jax.Array], arrays: list[jax.Array], segments: jax.Array, repeats: int
+    attend: Callable[..., jax.Array], arrays: list[jax.Array], ends: jax.Array, repeats: int
 ) -> tuple[float, int]:
     """Seconds of forward and backward, and bytes held besides arguments and results."""
 
     def total(*arrays: jax.Array) -> jax.Array:
-        return (attend(*arrays[:3], segments) * arrays[3]).astype(jnp.float32).sum()
+        return (attend(*arrays[:3], ends) * arrays[3]).astype(jnp.float32).sum()
 
     program = jax.jit(jax.grad(total, (0, 1, 2))).lower(*arrays).compile()
     analysis = program.memory_analysis()

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -26,12 +27,16 @@ from gymllm_trainers.models.attention import packed_attention
 from gymllm_trainers.models.logprob_head import token_statistics
 
 ROWS, TOKENS, HEADS, GROUPS = 4, 4096, 16, 8
-KINDS = {
-    "head 128": (128, {}, False),
-    "head 64": (64, {}, False),
-    "head 256, soft cap, window 1024": (256, {"softcap": 50.0, "window": 1024}, False),
-    "head 256, traced window": (256, {"softcap": 50.0, "local_window": 1024}, True),
+LINES: dict[str, object] = {"branched": False}
+KINDS: dict[str, tuple[int, dict[str, object], bool]] = {
+    "head 128": (128, LINES, False),
+    "head 64": (64, LINES, False),
+    "head 256, soft cap, window 1024": (256, LINES | {"softcap": 50.0, "window": 1024}, False),
+    "head 256, traced window": (256, LINES | {"softcap": 50.0, "local_window": 1024}, True),
+    "trees, head 128": (128, {}, False),
+    "trees, head 256, soft cap, traced window": (256, {"softcap": 50.0}, True),
 }
+"""Size of a head, options, and whether a window is traced."""
 
 
 def main() -> None:
@@ -51,14 +56,14 @@ Arguments = list[tuple[tuple[int, ...], object, PartitionSpec]]
 
 
 def attention(
-    size: int, options: dict[str, float], *, traced: bool
+    size: int, options: dict[str, Any], *, traced: bool
 ) -> tuple[Callable[..., object], Arguments, int]:
     """A gradient of attention, its arguments, and how many kernels it must hold."""
 
     def total(query: jax.Array, key: jax.Array, value: jax.Array, *rest: jax.Array) -> jax.Array:
-        segments, *window = rest
+        ends, *window = rest
         more = {"window": window[0]} if traced else {}
-        mixed = packed_attention(query, key, value, segments, scale=size**-0.5, **options, **more)
+        mixed = packed_attention(query, key, value, ends, scale=size**-0.5, **options, **more)
         return mixed.astype(jnp.float32).sum()
 
     heads = PartitionSpec(("data", "fsdp"), None, "tensor")
@@ -68,8 +73,9 @@ def attention(
     arrays.append(((ROWS, TOKENS), jnp.int32, PartitionSpec(("data", "fsdp"))))
     if traced:
         arrays.append(((), jnp.int32, PartitionSpec()))
-    # Forward, queries' gradient, keys' and values' gradient; twice where a window may or may not hide keys.
-    return jax.grad(total, (0, 1, 2)), arrays, 6 if traced else 3
+    # Forward, queries' gradient, keys' and values' gradient; twice where a window may or may not hide keys
+    # and no mask says it.
+    return jax.grad(total, (0, 1, 2)), arrays, 6 if traced and "branched" in options else 3
 
 
 def head() -> tuple[Callable[..., object], Arguments, int]:
