@@ -45,6 +45,8 @@ TOKENIZER = train_tokenizer(["user\nassistant\ncoin "] * 50, vocab_size=270)
 VOCABULARY = TOKENIZER.vocab_size
 GRAMMARS = Grammars(TOKENIZER, VOCABULARY)
 CLIENTS = 48
+QUIET = 3
+"""Clients that go on in a lull, where steps generate bursts: nobody waits."""
 BATCH = 32
 CLOSE = 1e-4
 """How far log-probabilities, and what decides a draw, may be from the reference's."""
@@ -55,6 +57,7 @@ CONFIG = EngineConfig(
     prefill_tokens=(48,),
     page_size=8,
     pages=41,  # a fifth of what sixteen conversations of this length take
+    burst=2,
 )
 CONSTRAINTS: tuple[dict[str, object], ...] = (
     {"regex": "[a-c]{2,5}-[0-9]{2}"},
@@ -277,13 +280,14 @@ def _check_end(answer: Answer) -> None:
 # ---------------------------------------------------------------------- the clients
 
 
-def random_sampling(rng: Random) -> SamplingParams:
+def random_sampling(rng: Random, *, lull: bool = False) -> SamplingParams:
+    """Those of a lull are longer, and fewer of them need what no burst can do."""
     sampling = SamplingParams(
-        max_new_tokens=int(rng.integers(1, 30)) if rng.random() < 0.95 else 10**9,
+        max_new_tokens=int(rng.integers(1, 60 if lull else 30)) if rng.random() < 0.95 else 10**9,
         temperature=float(rng.choice([0.0, 0.3, 0.7, 1.0, 1.5])),
         seed=int(rng.integers(-(2**63), 2**63)),
     )
-    if rng.random() < 0.3:
+    if rng.random() < (0.05 if lull else 0.3):
         filters: list[dict[str, object]] = [
             {"top_k": int(rng.integers(1, 100))},
             {"top_p": float(rng.uniform(0.05, 1))},
@@ -301,7 +305,7 @@ def random_sampling(rng: Random) -> SamplingParams:
         return replace(sampling, stop_token_ids=tuple(some_ids(rng, 12)))
     if ending < 0.25:
         return replace(sampling, stop=tuple(rng.choice(list("aeioust \n"), size=2)))
-    if ending < 0.32:
+    if ending < (0.26 if lull else 0.32):
         return replace(sampling, **CONSTRAINTS[rng.integers(len(CONSTRAINTS))])
     return sampling
 
@@ -350,11 +354,21 @@ class Clients:
         """Until all requests have ended and all answers are checked."""
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
-                group.create_task(self._client(), name=f"client {number}")
+                group.create_task(self._client(number), name=f"client {number}")
         self._check_answers()
 
-    async def _client(self) -> None:
+    @property
+    def _lull(self) -> bool:
+        return self._started % 100 >= 70
+
+    async def _client(self, number: int) -> None:
         while self._started < self._requests:
+            if self._lull and number >= QUIET:
+                async with self._end:
+                    await self._end.wait_for(
+                        lambda: not self._lull or self._started >= self._requests
+                    )
+                continue
             rng = np.random.default_rng([self._seed, self._started])
             self._started += 1
             if self._started % max(self._requests // 10, 1) == 0:
@@ -376,7 +390,8 @@ class Clients:
         self.reference.check(answers, self._changes_of, mixed=self._mixed)
 
     async def _ask(self, rng: Random) -> None:
-        request = GenerateRequest(prompt_ids=self._prompt(rng), sampling=random_sampling(rng))
+        sampling = random_sampling(rng, lull=self._lull)
+        request = GenerateRequest(prompt_ids=self._prompt(rng), sampling=sampling)
         kind = rng.choice(
             ["one", "stream", "several", "cancelled", "left", "refused"],
             p=[0.55, 0.15, 0.06, 0.12, 0.08, 0.04],
@@ -550,6 +565,21 @@ def copies(compiled: Programs, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return done
 
 
+@pytest.fixture
+def bursts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets how many requests took part in each burst."""
+    done: list[int] = []
+    burst = Programs.burst
+
+    def counted(self: Programs, rows: int, *rest: object) -> object:
+        count, _ = rest[-2:]
+        done.append(count)
+        return burst(self, rows, *rest)
+
+    monkeypatch.setattr(Programs, "burst", counted)
+    return done
+
+
 @contextmanager
 def serving(decoder: Decoder, config: EngineConfig) -> Iterator[JaxEngine]:
     threads = set(threading.enumerate())
@@ -613,11 +643,19 @@ def assert_enough(counts: Counter[str], on_publish: str) -> None:
     assert share == 1 if on_publish == "recompute" else share > 0.4
 
 
+def assert_bursts(bursts: list[int], counts: Counter[str]) -> None:
+    """A tenth of all tokens or so came in bursts, of one request and of several."""
+    tokens = CONFIG.burst * sum(bursts)
+    assert tokens > 0.05 * counts["tokens"]
+    assert set(range(1, QUIET + 1)) <= set(bursts)
+
+
 @pytest.mark.parametrize(("on_publish", "reuse_lag"), [("recompute", 0), ("keep", 0), ("keep", 2)])
 def test_every_answer_is_what_plain_arithmetic_gives(
     decoders: list[Decoder],
     reference: Reference,
     copies: list[int],
+    bursts: list[int],
     compilations: list[str],
     on_publish: str,
     reuse_lag: int,
@@ -629,13 +667,18 @@ def test_every_answer_is_what_plain_arithmetic_gives(
         assert engine.counts.publications > 0
     assert compilations == []
     assert sum(copies) > 0
+    assert_bursts(bursts, counts)
     assert_enough(counts, on_publish)
 
 
 def test_the_same_bits_alone_and_in_the_crowd(
-    decoders: list[Decoder], copies: list[int], monkeypatch: pytest.MonkeyPatch
+    decoders: list[Decoder],
+    copies: list[int],
+    bursts: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether a prefix was prefilled, decoded, found, copied or computed again after pre-emption."""
+    """Whether a prefix was prefilled, decoded, found, copied or computed again after pre-emption, and whether
+    tokens came one by one or in bursts."""
     rng = np.random.default_rng(3)
     beginnings = [some_ids(rng, int(size)) for size in rng.integers(5, 50, size=6)]
     talks = [[*beginnings[n % 6], *some_ids(rng, int(rng.integers(1, 9)))] for n in range(40)]
@@ -675,7 +718,9 @@ def test_the_same_bits_alone_and_in_the_crowd(
         assert sum(ticket.request.reused > 0 for ticket in tickets) > 20
         assert sum(copies) > 0
         tickets.clear()
+        in_crowd = len(bursts)
         expected = asyncio.run(alone(engine))
+        assert len(bursts) > in_crowd + 20
         assert not any(ticket.request.reused or ticket.request.preemptions for ticket in tickets)
         tickets.clear()
         exact = (
@@ -695,6 +740,7 @@ def test_ten_thousand_requests_leave_nothing(
     decoders: list[Decoder],
     reference: Reference,
     copies: list[int],
+    bursts: list[int],
     compilations: list[str],
     on_publish: str,
     reuse_lag: int,
@@ -712,9 +758,11 @@ def test_ten_thousand_requests_leave_nothing(
             requests=10_000,
             tenth=lambda: resident.append(resident_kb()),
         )
-        print(dict(counts), engine.counts, engine._scheduler.stats, sum(copies), resident)  # noqa: T201 - for who runs it
+        made = engine.counts, engine._scheduler.stats, sum(copies), Counter(bursts), resident
+        print(dict(counts), *made)  # noqa: T201 - for who runs it
     assert compilations == []
     assert sum(copies) > 0
+    assert_bursts(bursts, counts)
     assert_enough(counts, on_publish)
     # What is resident goes up and down by tens of MB with what malloc holds back; a leak moves its floor.
     assert min(resident[5:]) - min(resident[:5]) < 12_000
