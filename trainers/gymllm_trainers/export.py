@@ -60,12 +60,6 @@ class ExportSettings:
     force: bool = False
     """Replace a model or adapters that are in --out."""
 
-    def __post_init__(self) -> None:
-        if self.step is not None and self.best:
-            raise ConfigError("--step and --best each name a checkpoint: leave one out.")
-        if self.adapters and self.merged:
-            raise ConfigError("--adapters and --merged are two exports: leave one out.")
-
 
 @dataclass(frozen=True)
 class _Source:
@@ -91,12 +85,17 @@ def load_settings(argv: Sequence[str]) -> ExportSettings:
     Raises:
         ConfigError: Flags that exclude each other.
     """
-    return tyro.cli(
+    settings = tyro.cli(
         ExportSettings,
         args=list(argv),
         prog="gymllm-export",
         description="Writes a run's checkpoint as a model folder in the hub's format.",
     )
+    if settings.step is not None and settings.best:
+        raise ConfigError("--step and --best each name a checkpoint: leave one out.")
+    if settings.adapters and settings.merged:
+        raise ConfigError("--adapters and --merged are two exports: leave one out.")
+    return settings
 
 
 def run(settings: ExportSettings) -> None:
