@@ -48,10 +48,12 @@ def print_plan(found: TopologyPlan, config: TrainConfig, console: Console) -> No
         console.print("By arithmetic alone: nothing is compiled for a GPU that isn't here.")
     elif not found.programs:
         console.print("! Nothing fits, so nothing was compiled.")
+    if chip.kind == "tpu" and found.programs.get("gradient", {}).get("kernels") == 0:
+        console.print("! The gradient holds no Pallas kernel: attention takes the slow way there.")
     if chip.kind != "cpu":
         console.print(f"Peaks: {chip.source}. Times are bounds, not measurements.")
     for line in _suggested(found):
-        console.print(line)
+        console.print(line, soft_wrap=True)  # flags are there to be copied
 
 
 def _rows(found: TopologyPlan, config: TrainConfig) -> Iterator[tuple[str, str, str]]:
