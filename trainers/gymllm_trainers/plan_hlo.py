@@ -20,7 +20,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?(
 _LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count[\\"]*:\s*\{[\\"]*n[\\"]*:\s*[\\"]*(\d+)')
-_CONSTANT = re.compile(r"^s32\[\]\S* constant\((\d+)\)")
+_CONSTANT = re.compile(r"^[su](?:32|64)\[\]\S* constant\((\d+)\)")
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
