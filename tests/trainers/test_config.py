@@ -13,6 +13,7 @@ import pytest
 from gymllm.errors import ConfigError, UnknownNameError
 from gymllm_trainers import cli
 from gymllm_trainers.config import (
+    MOVED,
     EnvSettings,
     TrainConfig,
     config_yaml,
@@ -101,6 +102,9 @@ def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
         (["--env.spares", "-1"], "env.spares must be >= 0, got -1"),
         (["--env.start-timeout-s", "0"], "env.start_timeout_s must be > 0, got 0.0"),
         (["--learner.max-flat-groups", "0"], "learner.max_flat_groups must be >= 1, got 0"),
+        (["--algorithm.preset", "grop"], "grpo"),
+        (["--optimizer.name", "adamW"], "adamw"),
+        (["--learner.mini-batches", "9"], "learner.mini_batches is 9, but a batch has only 4"),
         (["--steps"], "--steps"),
         (["stray"], "stray"),
     ],
@@ -126,6 +130,26 @@ def test_mistake_in_a_flag_ends_with_code_2_and_says_what_would_do(capsys, argum
 def test_flag_without_its_section_is_answered_with_the_whole_one(flag, meant):
     with pytest.raises(ConfigError, match=re.escape(meant)):
         load_config([flag, "4"])
+
+
+def test_a_setting_by_its_old_name_is_answered_with_the_new_one(tmp_path):
+    for old, new in MOVED.items():
+        flag = f"--{old.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=f"is called --{new.replace('_', '-')} now"):
+            load_config([flag, "1"])
+        section, _, name = old.partition(".")
+        file = tmp_path / "config.yaml"
+        file.write_text(f"{section}:\n  {name}: 1\n")
+        with pytest.raises(ConfigError, match=f"{re.escape(old)} is called {re.escape(new)} now"):
+            load_config(["--config", str(file)])
+        assert new in dict(walk_fields(TrainConfig)), new
+
+
+def test_parts_of_an_algorithm_that_do_not_go_together_are_refused_at_once():
+    with pytest.raises(ConfigError, match="loss gspo and correction decoupled"):
+        load_config(["--algorithm.preset", "gspo", "--algorithm.correction", "decoupled"])
+    with pytest.raises(ConfigError, match="proximal current and 2 optimizer steps"):
+        load_config(["--algorithm.proximal", "current", "--learner.epochs", "2"])
 
 
 def test_help_shows_every_setting(capsys):

@@ -41,6 +41,7 @@ from gymllm_trainers.metrics import WandbMode
 from gymllm_trainers.models.decoder import RematPolicy
 from gymllm_trainers.optimizer import OptimizerConfig
 from gymllm_trainers.players import AgentSettings, PlayerSettings
+from gymllm_trainers.rewards.config import RewardConfig
 from gymllm_trainers.run_folder import RunFolder
 from gymllm_trainers.supervised import SupervisedConfig
 from gymllm_trainers.warm_start import WarmStartConfig
@@ -143,6 +144,7 @@ class TrainConfig:
     --players.player_1.engine frozen. One called "*" plays everyone who is not named."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)

@@ -58,6 +58,7 @@ from gymllm_trainers.players import (
     tools_named,
 )
 from gymllm_trainers.report import print_report
+from gymllm_trainers.rewards import RewardModel, apply_rewards, open_reward
 from gymllm_trainers.run_files import RunFiles
 from gymllm_trainers.run_folder import RunFolder, warn
 from gymllm_trainers.statistics import StepStatistics
@@ -193,7 +194,14 @@ async def _set_up_and_play(session: _Session) -> None:
                 env_tools=await pool.tools(),
                 engine_of=lambda settings: _other_engine(session, model, others, settings),
             )
-            await _train(session, pool, model.tokenizer, team, learner, engine)
+            async with open_reward(
+                config.reward,
+                engine=engine,
+                tokenizer=model.tokenizer,
+                engine_config=config.engine,
+                timeline=session.timeline,
+            ) as reward:
+                await _train(session, pool, model.tokenizer, team, learner, engine, reward)
         finally:
             clock.enter("closed")
             with anyio.CancelScope(shield=True):
@@ -208,6 +216,7 @@ async def _train(
     team: Team,
     learner: Learner,
     engine: EmbeddedEngine,
+    reward: RewardModel | None,
 ) -> None:
     """The loop: groups as they complete, a step when enough of them have, weights to the engine."""
     config, view = session.config, session.view
@@ -228,6 +237,9 @@ async def _train(
         first_index=start.next_task,
         again=start.again,
         settled=start.settled,
+        score_episode=None
+        if reward is None
+        else lambda trajectories: apply_rewards(trajectories, reward, config.reward),
         on_trajectory=lambda trajectory: _keep_failed(session, learner.version + 1, trajectory),
     )
     engine.idle_cause = lambda: (
