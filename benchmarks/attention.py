@@ -1,6 +1,6 @@
 """Attention of packed rows, forward and backward: time and memory of what runs on this machine.
 
-    python benchmarks/attention.py [--implementations reference xla] [--dtypes float32 bfloat16]
+    python benchmarks/attention.py [--quick] [--implementations reference xla] [--dtypes float32 bfloat16]
 
 Rows of sequences side by side, and of trees: groups of 8 that share a prompt. The machine's own matrix
 products are measured in the same run: the bound is the time that the products of visible pairs alone would
@@ -51,16 +51,20 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="short rows alone, each twice")
     parser.add_argument("--implementations", nargs="+", default=["reference"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    table = Table()
+    cases, table = CASES, Table()
+    if options.quick:
+        options.repeats = min(options.repeats, 2)
+        cases = {title: case for title, case in CASES.items() if case.tokens < 1024}
     for dtype in options.dtypes:
         rate = matmul_rate(dtype, options.repeats)
         table.add(f"{dtype}: matrix product 1024x1024x1024", rate / 1e9, "GFLOP/s")
-        for title, case in CASES.items():
+        for title, case in cases.items():
             ends, positions = packed(case)
             arrays = random_arrays(case.rows, case.tokens, dtype)
             pairs = visible_pairs(ends, positions, case.window)
