@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -256,6 +257,59 @@ def test_arrays_come_back_on_another_mesh_bit_for_bit(tmp_path):
         check=False,
     )
     assert (done.stdout.strip(), done.stderr) == ("same", "")
+
+
+IN_TWO_PROCESSES = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]), initialization_timeout=120)
+from gymllm_trainers.checkpoint import Checkpointer
+
+values = np.arange(64, dtype=np.float32).reshape(8, 8)
+place = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a"))
+array = jax.make_array_from_callback(values.shape, place, lambda index: values[index])
+saver = Checkpointer(Path(sys.argv[1]), keep=1)
+for step in (1, 2):
+    saver.save(step, {"x": {"w": array * step}}, {"from": jax.process_index()}, wait=False)
+saver.close()
+assert saver.steps() == [2], saver.steps()
+for shard in saver.restore(2, {"x": {"w": array}})["x"]["w"].addressable_shards:
+    np.testing.assert_array_equal(shard.data, 2 * values[shard.index])
+print("same", len(jax.local_devices()), len(jax.devices()))
+"""
+
+
+def test_two_processes_write_one_checkpoint(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    several = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", IN_TWO_PROCESSES, str(tmp_path), address, str(number)],
+            env=os.environ | several,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=300)
+            assert out.splitlines()[-1:] == ["same 2 4"], err[-3000:]  # after what gloo says
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    alone = Checkpointer(tmp_path)
+    assert alone.restore_state(2) == {"from": 0}
+    restored = alone.restore(2, {"x": {"w": jnp.zeros((8, 8))}})
+    assert_same(restored, {"x": {"w": 2 * np.arange(64, dtype=np.float32).reshape(8, 8)}})
 
 
 @pytest.mark.parametrize(
