@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from gymllm.errors import RunError
@@ -59,6 +61,19 @@ def test_different_rewards_are_counted():
     groups.add(flat(1.0))
     with pytest.raises(RunError, match=r"each of the last 3 groups .*\(0\.00 in 2, 1\.00 in 1\)"):
         groups.add(flat(0.0))
+
+
+def test_groups_that_nothing_was_worth_imitating_of_say_so():
+    mixed = flat(0.1)
+    worse = dataclasses.replace(mixed.trajectories[0], reward=0.0)
+    mixed = dataclasses.replace(mixed, trajectories=(worse, *mixed.trajectories[1:]))
+    groups = FlatGroups(most=2)
+    groups.add(mixed)
+    with pytest.raises(
+        RunError, match=r"no episode of the last 2 groups .*keep_above: nothing"
+    ) as e:
+        groups.add(mixed)
+    assert "a lower algorithm.keep_above" in str(e.value)
 
 
 def test_group_that_teaches_starts_the_count_again():

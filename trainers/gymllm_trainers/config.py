@@ -159,7 +159,19 @@ class TrainConfig:
             raise ConfigError(f"steps must be >= 1, got {self.steps}.")
         if self.seed < 0:
             raise ConfigError(f"seed must be >= 0, got {self.seed}.")
-        resolve(self.algorithm, updates=self.learner.updates)
+        alone = self.mesh.engine_devices
+        if alone and alone != self.engine.tensor * self.engine.replicas:
+            raise ConfigError(
+                f"mesh.engine_devices is {alone}, but engine.tensor ({self.engine.tensor}) times engine.replicas "
+                f"({self.engine.replicas}) devices are used: set it to that, or to 0 to train on them too."
+            )
+        algorithm = resolve(self.algorithm, updates=self.learner.updates)
+        if algorithm.preset == "sft" and self.learner.updates > 1:
+            raise ConfigError(
+                "algorithm.preset sft goes over its examples again by itself, until steps are done: leave "
+                f"learner.epochs ({self.learner.epochs}) and learner.mini_batches "
+                f"({self.learner.mini_batches}) at 1."
+            )
 
 
 _KWARGS_FLAGS = ("--env.kwargs.", "--env-kwargs.")

@@ -28,15 +28,17 @@ class FlatGroups:
         """
         self._most, self._say = most, say
         self._rewards: Counter[float] = Counter()
+        self._unworthy = 0
         self._said = False
 
     def add(self, group: Group) -> None:
-        """Counts a group whose rewards are all equal.
+        """Counts a group whose rewards are all equal, or of which nothing is worth imitating.
 
         Raises:
             RunError: It is one too many in a row.
         """
         self._rewards[group.rewards[0]] += 1
+        self._unworthy += len(set(group.rewards)) > 1
         count = self._rewards.total()
         if count >= self._most:
             raise RunError(f"{self._seen()}: {self._lesson()}. {self._advice()}")
@@ -49,9 +51,12 @@ class FlatGroups:
     def end(self) -> None:
         """Says that a group came whose rewards differ."""
         self._rewards.clear()
+        self._unworthy = 0
 
     def _seen(self) -> str:
         count = self._rewards.total()
+        if self._unworthy:
+            return f"no episode of the last {count} groups had a reward above algorithm.keep_above"
         if len(self._rewards) == 1:
             (reward,) = self._rewards
             return f"the last {count} groups all had reward {reward:.2f} in every episode"
@@ -62,10 +67,15 @@ class FlatGroups:
         return "nothing left to learn from" if self._solved() else "nothing to learn from"
 
     def _solved(self) -> bool:
-        return min(self._rewards) >= 1
+        return not self._unworthy and min(self._rewards) >= 1
 
     def _advice(self) -> str:
         most = "learner.max_flat_groups says how many in a row are too many"
+        if self._unworthy:
+            return (
+                "Try easier tasks (env.id, env.kwargs), a larger rollout.group_size, or a lower "
+                f"algorithm.keep_above; {most}."
+            )
         if self._solved():
             return (
                 "The policy seems to solve every task: play harder ones (env.id, env.kwargs), or leave "

@@ -39,7 +39,7 @@ from gymllm_trainers.flat_groups import FlatGroups
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.learner import Learner, LearnerState
 from gymllm_trainers.memory import keep_freed_memory
-from gymllm_trainers.mesh import check_mesh, open_mesh, place_decoder
+from gymllm_trainers.mesh import check_mesh, on_one_device, open_mesh, place_decoder
 from gymllm_trainers.models import (
     Decoder,
     LoadedModel,
@@ -513,14 +513,19 @@ def _compile(session: _Session, learner: Learner) -> None:
     session.files.programs += learner.programs
     needs = [f"{name} {size / 2**20:,.0f} MiB" for name, size in learner.predicted_bytes.items()]
     if needs:
-        session.files.notes.append(f"memory that the learner's programs need: {', '.join(needs)}")
+        said = f"memory that the learner's programs need: {', '.join(needs)}"
+        session.files.notes.append(said)
+        session.display.phase(f"compiled; {said}")
 
 
 def _learner_and_engine(session: _Session, model: LoadedModel) -> tuple[Learner, EmbeddedEngine]:
     config = session.config
     learner = _learner(session, model)
+    serving = learner.serving()
+    if learner.mesh is not None and config.engine.tensor * config.engine.replicas == 1:
+        serving = on_one_device(serving)
     engine = open_engine(
-        learner.serving(),
+        serving,
         config.engine,
         timeline=session.timeline,
         tokenizer=model.tokenizer,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from gymllm.errors import RunError
@@ -28,7 +29,14 @@ from gymllm_trainers.learner.memory import (
     out_of_memory,
     predicted_bytes,
 )
-from gymllm_trainers.learner.programs import Programs, Scored, Scores, Trained, Tree
+from gymllm_trainers.learner.programs import (
+    FloatArray,
+    Programs,
+    Scored,
+    Scores,
+    Trained,
+    Tree,
+)
 from gymllm_trainers.mesh import abstract_batch, init_like, layout_of, on_mesh, put_batch, row_parts
 from gymllm_trainers.models.decoder import Decoder
 from gymllm_trainers.models.value import ValueHead
@@ -177,13 +185,13 @@ class Compiled:
             if self._scores_current:
                 score = self._scores.get(shape, self._score)
                 current: Scores = score(trained, self._frozen, placed)
-                value = None if current.value is None else np.asarray(current.value)
+                value = None if current.value is None else _on_host(current.value)
                 if self._algorithm.needs_proximal:
-                    proximal = np.asarray(current.logprob)
+                    proximal = _on_host(current.logprob)
             if self._algorithm.needs_reference:
                 refer = self._references.get(shape, self._refer)
                 policy = self._reference_policy(trained)
-                reference = np.asarray(refer(policy, self._frozen, placed).logprob)
+                reference = _on_host(refer(policy, self._frozen, placed).logprob)
         return Scored(proximal=proximal, reference=reference, value=value)
 
     def gradient(
@@ -303,6 +311,13 @@ class Compiled:
             least_row_tokens=self._longest,
             rows_of=row_parts(self._mesh),
         )
+
+
+def _on_host(array: jax.Array) -> FloatArray:
+    """All of an array, wherever it lies; every process has the whole of it then."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _zeros(tree: Trained) -> Trained:

@@ -185,7 +185,17 @@ class Learner:
 
     def add_sequences(self, sequences: Sequence[TrainingSequence]) -> None:
         """Adds sequences to the next step, each as a trajectory of its own; computes the gradient of each
-        micro-batch that this fills."""
+        micro-batch that this fills.
+
+        Raises:
+            ConfigError: The algorithm needs whole groups: values, or several steps on a batch.
+        """
+        if self._makes_parts:
+            raise ConfigError(
+                f"sequences alone are trained on in one step and without values, but learner.epochs x "
+                f"learner.mini_batches is {self.config.updates} and algorithm.advantage "
+                f"{self.algorithm.advantage}: set these to 1, and another advantage, or add groups."
+            )
         self._trajectories += len(sequences)
         self._full += self._packer.add(sequences)
         self.compute()
@@ -205,6 +215,11 @@ class Learner:
     def full_batches(self) -> int:
         """Micro-batches that are full and wait for `compute`."""
         return len(self._full)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Devices that the training is divided over; None: one."""
+        return self._mesh
 
     @property
     def version(self) -> int:
