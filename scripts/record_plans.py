@@ -1,6 +1,6 @@
 """Records what `gymllm-train --plan` says of well-known models, in docs/plans/.
 
-    TPU_LIBRARY_PATH=FOLDER/libtpu/libtpu.so python scripts/record_plans.py [NAME ...]
+    JAX_PLATFORMS=cpu TPU_LIBRARY_PATH=FOLDER/libtpu/libtpu.so python scripts/record_plans.py [NAME ...]
 
 On demand: each compiles for minutes, and needs libtpu (docs/scale.md).
 """

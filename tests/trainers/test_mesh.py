@@ -201,10 +201,10 @@ def test_sizes_that_do_not_multiply_to_the_devices_are_refused() -> None:
         open_mesh(MeshConfig(tensor=2), jax.devices()[:1])
 
 
-def test_the_engine_takes_the_last_devices_and_leaves_some() -> None:
+def test_the_engine_takes_the_first_devices_and_leaves_some() -> None:
     devices = [*"abcd"]
     shares = split_devices(MeshConfig(engine_devices=1), devices)  # type: ignore[arg-type]  # any will do
-    assert shares == ([*"abc"], [*"d"])
+    assert shares == ([*"bcd"], [*"a"])
     with pytest.raises(ConfigError, match=r"engine_devices=4 leaves none of 4 devices .* most 3"):
         split_devices(MeshConfig(engine_devices=4), devices)  # type: ignore[arg-type]
 

@@ -162,8 +162,9 @@ class TrainConfig:
         alone = self.mesh.engine_devices
         if alone and alone != self.engine.tensor * self.engine.replicas:
             raise ConfigError(
-                f"mesh.engine_devices is {alone}, but engine.tensor ({self.engine.tensor}) times engine.replicas "
-                f"({self.engine.replicas}) devices are used: set it to that, or to 0 to train on them too."
+                f"mesh.engine_devices is {alone}, but engine.tensor ({self.engine.tensor}) times "
+                f"engine.replicas ({self.engine.replicas}) devices are used: set it to that, or to 0 to "
+                "train on them too."
             )
         algorithm = resolve(self.algorithm, updates=self.learner.updates)
         if algorithm.preset == "sft" and self.learner.updates > 1:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gymllm.errors import ConfigError, ModelError
@@ -62,7 +63,8 @@ class MeshConfig:
     context: int = 1
     """Parts that the tokens of a row are divided into, for rows too long for one device."""
     engine_devices: int = 0
-    """Devices, the last ones, that the engine has to itself and the trainer leaves alone; 0: both use all."""
+    """Devices, the first ones, that the engine has to itself and the trainer leaves alone: engine.tensor
+    times engine.replicas. 0: the trainer uses them too."""
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
@@ -103,7 +105,7 @@ def open_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 def split_devices(
     config: MeshConfig, devices: Sequence[Device] | None = None
 ) -> tuple[list[Device], list[Device]]:
-    """The trainer's devices and the engine's; the same ones where `engine_devices` is 0.
+    """The trainer's devices and those that are the engine's alone; all and none where `engine_devices` is 0.
 
     Raises:
         ConfigError: The engine would leave none.
@@ -111,13 +113,13 @@ def split_devices(
     found = list(jax.devices() if devices is None else devices)
     count = config.engine_devices
     if not count:
-        return found, found
+        return found, []
     if count >= len(found):
         raise ConfigError(
             f"mesh.engine_devices={count} leaves none of {len(found)} devices for training: set it to at "
-            f"most {len(found) - 1}, or to 0 to let both use all."
+            f"most {len(found) - 1}, or to 0 to train on all."
         )
-    return found[:-count], found[-count:]
+    return found[count:], found[:count]
 
 
 def check_mesh(mesh: AnyMesh, model: DecoderConfig, *, row_tokens: int) -> None:
@@ -184,6 +186,12 @@ def place_whole(tree: T, mesh: Mesh | None) -> T:
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
+def on_one_device(decoder: Decoder) -> Decoder:
+    """A copy on the first device: for an engine that isn't divided, where the decoder is."""
+    graph, state = nnx.split(decoder)
+    return nnx.merge(graph, jax.device_put(state, jax.local_devices()[0]))
+
+
 def place_decoder(decoder: Decoder, mesh: Mesh | None) -> None:
     """Puts a decoder's parameters where they belong; in place."""
     if mesh is not None:
@@ -248,7 +256,18 @@ def state_layout(init: Callable[[Tree], Tree], params: Tree, mesh: Mesh) -> Tree
             return whole
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, "fsdp"))
 
-    return jax.tree_util.tree_map_with_path(layout, jax.eval_shape(init, params))
+    traced = jax.jit(init).trace(params)
+    places, structure = jax.tree.flatten(
+        jax.tree_util.tree_map_with_path(layout, traced.out_info)
+    )
+    # What `init` puts in the host's memory, as an offloaded optimizer does, stays there.
+    host = [aval.memory_space == jax.memory.Space.Host for aval in traced.jaxpr.out_avals]
+    return structure.unflatten(
+        [
+            place.with_memory_kind("pinned_host") if waits else place
+            for place, waits in zip(places, host, strict=True)
+        ]
+    )
 
 
 def put_batch(batch: T, mesh: Mesh | None) -> T:

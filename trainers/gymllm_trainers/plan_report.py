@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +23,8 @@ def show(config: TrainConfig, topology: str) -> None:
         MissingExtraError: The compiler isn't installed; says what to install.
         RunError: It broke.
     """
+    # Nothing is computed here: this machine's devices, and a TPU that libtpu would look for, stay alone.
+    jax.config.update("jax_platforms", "cpu")
     console = Console(highlight=False)
     target = parse_topology(topology)
     if target.compiles:
