@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -237,6 +238,8 @@ def _compile(
             ) from problem
     if done.returncode:
         last = "\n".join(done.stderr.strip().splitlines()[-8:])
+        if done.returncode == -signal.SIGKILL:
+            last = f"it was killed, most likely for want of this machine's memory.\n{last}"
         raise RunError(
             f"the compiler for {target.name} ended with exit code {done.returncode}:\n{last}"
         )
