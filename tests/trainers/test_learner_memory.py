@@ -60,7 +60,7 @@ def test_the_error_names_settings_and_values() -> None:
     error = out_of_memory(LAYOUT, formula, least_row_tokens=512, limit=72_000)
     assert isinstance(error, RunError)
     assert "micro-batch of 8 rows x 1024 tokens needs 0.1 MiB" in str(error)
-    assert "and the device has 0.1 MiB. With learner.rows 6 it needs" in str(error)
+    assert "and the device has 0.1 MiB for it. With learner.rows 6 it needs" in str(error)
     error = out_of_memory(LAYOUT, formula, least_row_tokens=512, limit=3_500)
     assert "model.remat full and learner.rows 1 and learner.row_tokens 576" in str(error)
     error = out_of_memory(LAYOUT, formula, least_row_tokens=512, limit=1)
@@ -105,8 +105,8 @@ def test_the_learner_predicts_and_explains(
     def full(*arguments: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
 
-    module = "gymllm_trainers.learner.memory"
-    monkeypatch.setattr(f"{module}.device_limit_bytes", lambda: (half + whole) // 2)
+    module = "gymllm_trainers.learner.compiled"
+    monkeypatch.setattr(f"{module}.device_limit_bytes", lambda held: (half + whole) // 2)
     monkeypatch.setattr(learner._compiled, "_gradients", {(4, 64): full})
     batch = learner._compiled._empty((4, 64))
     with pytest.raises(RunError, match=r"out of memory: .* With learner\.rows [23] it needs"):

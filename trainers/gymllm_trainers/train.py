@@ -505,12 +505,12 @@ def _learner(session: _Session, model: LoadedModel) -> Learner:
     if session.resume_step is not None:
         arrays = session.checkpoints.restore(session.resume_step, learner.state.arrays)
         learner.state = LearnerState.of(arrays, session.resume_step)
+    session.files.programs += learner.programs
     return learner
 
 
 def _compile(session: _Session, learner: Learner) -> None:
     learner.compile()
-    session.files.programs += learner.programs
     needs = [f"{name} {size / 2**20:,.0f} MiB" for name, size in learner.predicted_bytes.items()]
     if needs:
         said = f"memory that the learner's programs need: {', '.join(needs)}"

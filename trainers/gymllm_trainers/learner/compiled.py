@@ -25,6 +25,7 @@ from gymllm_trainers.learner.config import LearnerConfig
 from gymllm_trainers.learner.memory import (
     Layout,
     device_limit_bytes,
+    held_bytes,
     is_out_of_memory,
     out_of_memory,
     predicted_bytes,
@@ -107,6 +108,7 @@ class Compiled:
         gradient = init_like(_zeros, start, mesh)
         self._beginning: list[Tree] = [optimizer_state, gradient]
         arrays = (start, frozen, gradient)
+        self._held = held_bytes(arrays)
         self._arguments = jax.tree.map(_abstract, arrays)
         """Of the gradient's program, for compiling it for other micro-batches."""
         gradient_layout = step_layout = None  # left to XLA
@@ -170,7 +172,7 @@ class Compiled:
             needed = predicted_bytes(program)
             if needed is not None:
                 self.predicted[name] = needed
-        limit = device_limit_bytes()
+        limit = device_limit_bytes(held=self._held)
         if limit is not None and self.predicted.get("gradient", 0) > limit:
             raise self._out_of_memory()
 
@@ -310,6 +312,7 @@ class Compiled:
             self.gradient_bytes,
             least_row_tokens=self._longest,
             rows_of=row_parts(self._mesh),
+            limit=device_limit_bytes(held=self._held),
         )
 
 

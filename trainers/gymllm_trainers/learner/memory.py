@@ -54,11 +54,26 @@ def predicted_bytes(program: Any) -> int | None:
     )
 
 
-def device_limit_bytes() -> int | None:
-    """Bytes that a program may hold on a device; None where there is no limit of its own, as on a CPU."""
+def device_limit_bytes(*, held: int = 0) -> int | None:
+    """Bytes that a program may hold on a device, its arguments included.
+
+    Args:
+        held: Of what is in use, bytes that are the program's own arguments; the rest (an optimizer's moments,
+            an engine's cache) stays where it is.
+
+    Returns:
+        None where there is no limit, as on a CPU.
+    """
     statistics = jax.local_devices()[0].memory_stats() or {}
     limit = statistics.get("bytes_limit")
-    return None if limit is None else int(limit)
+    if limit is None:
+        return None
+    return int(limit) - max(int(statistics.get("bytes_in_use", 0)) - held, 0)
+
+
+def held_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays on each device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -81,13 +96,12 @@ def out_of_memory(
         predict: Compiles the gradient of another layout; seconds each, so few are tried.
         least_row_tokens: Longest sequence there may be, in tokens: a row can't be shorter.
         rows_of: Rows are a multiple of this, as they are divided over devices.
-        limit: Bytes that a device has; None: as it says.
+        limit: Bytes that there are for it on a device; None: it isn't known.
     """
-    limit = device_limit_bytes() if limit is None else limit
     needed = predict(layout)
     what = f"the gradient of a micro-batch of {layout.rows} rows x {layout.row_tokens} tokens"
     takes = "needs more memory than there is" if needed is None else f"needs {_size(needed)}"
-    has = "" if limit is None else f", and the device has {_size(limit)}"
+    has = "" if limit is None else f", and the device has {_size(limit)} for it"
     if limit is None or needed is None:
         advice = "Lower learner.rows or learner.row_tokens, or set model.remat to full."
     else:
