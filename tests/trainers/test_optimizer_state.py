@@ -232,6 +232,7 @@ for settings in (
     {"ema_decay": 0.5},
     {"state_dtype": "int8"},
     {"name": "muon"},
+    {"offload": True},
     {"name": "adafactor", "kwargs": {"min_dim_size_to_factor": 32}},
 ):
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, **settings), 10)
@@ -240,11 +241,15 @@ for settings in (
         lie = {name: NamedSharding(mesh, places[name]) if used else None for name in values}
         params = {name: jax.device_put(value, lie[name]) for name, value in values.items()}
         state = init_like(optimizer.init, params, used)
-        step = jax.jit(optimizer.update)
+        # As a step that is compiled ahead is: what goes in and out lies where the state does.
+        lies = jax.tree.map(lambda leaf: leaf.sharding, state) if used else None
+        step = jax.jit(optimizer.update, out_shardings=(None, lies))
         for gradient in given:
             updates, state = step(gradient, state, params)
             params = optax.apply_updates(params, updates)
         for leaf in jax.tree.leaves(state):
+            if "offload" in settings and leaf.size >= 4096:
+                assert leaf.sharding.memory_kind == "pinned_host"
             if used and leaf.shape in [value.shape for value in values.values()] and leaf.size >= 4096:
                 assert leaf.addressable_shards[0].data.size * 8 == leaf.size, (settings, leaf.sharding)
         results.append(params)

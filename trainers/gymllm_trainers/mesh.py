@@ -257,9 +257,7 @@ def state_layout(init: Callable[[Tree], Tree], params: Tree, mesh: Mesh) -> Tree
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, "fsdp"))
 
     traced = jax.jit(init).trace(params)
-    places, structure = jax.tree.flatten(
-        jax.tree_util.tree_map_with_path(layout, traced.out_info)
-    )
+    places, structure = jax.tree.flatten(jax.tree_util.tree_map_with_path(layout, traced.out_info))
     # What `init` puts in the host's memory, as an offloaded optimizer does, stays there.
     host = [aval.memory_space == jax.memory.Space.Host for aval in traced.jaxpr.out_avals]
     return structure.unflatten(
