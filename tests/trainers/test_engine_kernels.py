@@ -87,6 +87,39 @@ def test_products_equal_numpy(
         assert np.array_equal(tied, untied)
 
 
+@needs_compiler
+@pytest.mark.parametrize("which", ["native", "plain"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("x_type", "kernel_type"), TYPES[:3])
+def test_products_of_any_number_of_rows_and_columns(
+    which: str, x_type: str, kernel_type: str, tied: bool, request: pytest.FixtureRequest
+) -> None:
+    """Panels of each width, whole and broken; each number of rows up to several tiles, one after another."""
+    loaded: kernels.Kernels = request.getfixturevalue(which)
+    columns = [16, 17, 47, 48, 64, 79, 96, 100, 128, 144, 160, 192, 200, 255, 256, 288, 300]
+    # More steps than a packed panel has, for what is then added to sums in memory.
+    for depth, widths in ((2, columns), (64, columns), (1100, [64, 128, 150, 160])):
+        whole = np.asarray(draw(1, 40, depth, dtype=x_type).astype(jnp.float32))
+        for width in widths:
+            kernel = draw(width, 1, depth, width, dtype=kernel_type)
+            x = jnp.asarray(whole).astype(x_type)
+            exact = whole.astype(np.float64) @ np.asarray(kernel[0].astype(jnp.float32), np.float64)
+            for rows in (
+                range(1, 41) if depth == 64 and width % 50 == 0 else (1, 2, 3, 4, 5, 8, 9, 33)
+            ):
+                active = np.zeros(41, np.int32)
+                active[0], active[1 : 1 + rows] = rows, np.arange(rows)
+                if tied:
+                    out = loaded.logits_tied(x, kernel[0].T, active)
+                else:
+                    out = loaded.logits(x, kernel[0], active)
+                out = np.asarray(out)
+                np.testing.assert_allclose(
+                    out[:rows], exact[:rows], atol=2e-6 * depth**0.5 * 4, rtol=1e-5
+                )
+                assert not out[rows:].any()
+
+
 @pytest.mark.parametrize(("x_type", "kernel_type"), TYPES)
 def test_row_has_the_same_bits_in_any_batch(
     native: kernels.Kernels, x_type: str, kernel_type: str
@@ -224,6 +257,27 @@ def test_broken_library_is_said(tmp_path: Path) -> None:
     library.write_bytes(b"no library")
     with pytest.raises(EngineError, match=r"can't be loaded: .*Remove .*kernels-broken"):
         open_library(library)
+
+
+@needs_compiler
+def test_missing_memory_is_said(tmp_path: Path) -> None:
+    header = tmp_path / "none.h"
+    header.write_text(
+        "#include <stdlib.h>\n"
+        "static inline void *none(size_t line, size_t size) { return line && size ? NULL : NULL; }\n"
+        "#define aligned_alloc none\n"
+    )
+    flags = ("-DPORTABLE", "-O1", "-include", str(header))
+    loaded = open_library(kernels.build(flags=flags, folder=tmp_path))
+    x, kernel = draw(0, 40, 64), draw(1, 1, 64, 50)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No memory is left"):
+        loaded.linear(x, kernel, 0).block_until_ready()
+    cache = PagedCache(jnp.zeros((1, 3, 1, 4, 16)), jnp.zeros((1, 3, 1, 4, 16)))
+    query, table = draw(0, 1, 2, 2, 16), np.array([[1, 2]], np.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No memory is left"):
+        loaded.paged_attention(query, cache, 0, table, [3], [2], scale=1.0).block_until_ready()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No memory is left"):
+        loaded.draw(x, jnp.ones(40), jnp.zeros(40), softcap=None).block_until_ready()
 
 
 @pytest.mark.slow

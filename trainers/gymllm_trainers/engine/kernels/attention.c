@@ -367,8 +367,7 @@ XLA_FFI_Error *gymllm_paged_attention(XLA_FFI_CallFrame *frame) {
   double work = 0;
   const int units = divide_attention(&all, &work);
   if (units < 0) return fail(frame, "A row's queries are not within its page table.");
-  run_parallel(frame, work > WORTH_SHARING ? count_threads(frame) : 1, units, attend_unit, &all);
-  return NULL;
+  return run_parallel(frame, work > WORTH_SHARING ? count_threads(frame) : 1, units, attend_unit, &all);
 }
 
 void write_slot(char *cache, bool half_cache, long groups, long page_size, long size, long slot, const void *fresh,

@@ -12,6 +12,7 @@ typedef struct {
 
 typedef struct {
   atomic_int users;
+  atomic_bool lacked_memory;
   int phases;
   void (*work)(const void *, int, int);
   const void *arguments;
@@ -28,13 +29,18 @@ static void wait_a_little(int tries) {
 #endif
 }
 
+// Whether the unit that this thread works on asked for memory in vain.
+static _Thread_local bool lacked_memory;
+
 static void take_units(Job *job) {
+  lacked_memory = false;
   for (int number = 0; number < job->phases; number++) {
     Phase *phase = &job->phase[number];
     while (atomic_load_explicit(&phase->next, memory_order_relaxed) < phase->units) {
       const int unit = atomic_fetch_add(&phase->next, 1);
       if (unit >= phase->units) break;
       job->work(job->arguments, number, unit);
+      if (lacked_memory) atomic_store(&job->lacked_memory, true);
       atomic_fetch_add(&phase->finished, 1);
     }
     for (int tries = 0; atomic_load(&phase->finished) < phase->units; tries++) wait_a_little(tries);
@@ -50,16 +56,17 @@ static void help(void *data) {
   leave(data);
 }
 
-void run_phases(XLA_FFI_CallFrame *frame, int threads, int phases, const int *units,
-                void (*work)(const void *, int, int), const void *arguments) {
+XLA_FFI_Error *run_phases(XLA_FFI_CallFrame *frame, int threads, int phases, const int *units,
+                          void (*work)(const void *, int, int), const void *arguments) {
   int widest = 0;
   for (int phase = 0; phase < phases; phase++) widest = units[phase] > widest ? units[phase] : widest;
   const int helpers = (threads < widest ? threads : widest) - 1;
   Job *job = helpers > 0 ? aligned_alloc(64, sizeof(Job) + phases * sizeof(Phase)) : NULL;
   if (!job) {
+    lacked_memory = false;
     for (int phase = 0; phase < phases; phase++)
       for (int unit = 0; unit < units[phase]; unit++) work(arguments, phase, unit);
-    return;
+    return lacked_memory ? fail(frame, NO_MEMORY) : NULL;
   }
   *job = (Job){.users = helpers + 1, .phases = phases, .work = work, .arguments = arguments};
   for (int phase = 0; phase < phases; phase++) job->phase[phase] = (Phase){.units = units[phase]};
@@ -77,7 +84,9 @@ void run_phases(XLA_FFI_CallFrame *frame, int threads, int phases, const int *un
     }
   }
   take_units(job);
+  const bool failed = atomic_load(&job->lacked_memory);
   leave(job);
+  return failed ? fail(frame, NO_MEMORY) : NULL;
 }
 
 typedef struct {
@@ -91,10 +100,10 @@ static void work_single(const void *data, int phase, int unit) {
   single->work(single->arguments, unit);
 }
 
-void run_parallel(XLA_FFI_CallFrame *frame, int threads, int units, void (*work)(const void *, int),
-                  const void *arguments) {
+XLA_FFI_Error *run_parallel(XLA_FFI_CallFrame *frame, int threads, int units, void (*work)(const void *, int),
+                            const void *arguments) {
   const Single single = {work, arguments};
-  run_phases(frame, threads, 1, &units, work_single, &single);
+  return run_phases(frame, threads, 1, &units, work_single, &single);
 }
 
 int count_threads(XLA_FFI_CallFrame *frame) {
@@ -132,6 +141,7 @@ void *scratch(ScratchKind kind, size_t bytes) {
     all = calloc(SCRATCHES, sizeof *all);
     if (!all || pthread_setspecific(scratch_key, all)) {
       free(all);
+      lacked_memory = true;
       return NULL;
     }
   }
@@ -140,7 +150,10 @@ void *scratch(ScratchKind kind, size_t bytes) {
     free(mine->memory);
     mine->held = (bytes + 4095) / 4096 * 4096;
     mine->memory = aligned_alloc(64, mine->held);
-    if (!mine->memory) mine->held = 0;
+    if (!mine->memory) {
+      mine->held = 0;
+      lacked_memory = true;
+    }
   }
   return mine->memory;
 }

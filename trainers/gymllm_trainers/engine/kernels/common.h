@@ -84,24 +84,26 @@ INLINE Floats larger(Floats first, Floats second) {
 // Less work than this, in multiplications, isn't worth a second thread.
 #define WORTH_SHARING 65536
 
-// Memory of this thread, kept until it ends; 64-byte aligned. NULL: there is none. One user of each kind at a
-// time: a unit of work, and the call that units belong to.
+// Memory of this thread, kept until it ends; 64-byte aligned. NULL: there is none, and a unit of work that asked in
+// vain fails its call. One user of each kind at a time: a unit of work, and the call that units belong to.
 typedef enum { UNIT_SCRATCH, CALL_SCRATCH, SCRATCHES } ScratchKind;
 void *scratch(ScratchKind kind, size_t bytes);
 
 // Runs work(arguments, phase, unit) for every unit below units[phase], on this thread and on XLA's, phases one after
 // another; returns when all are done. To wake a thread takes longer than a phase of a small model, so those that
 // come stay for all phases. A helper that comes late finds no unit left in those that are over, and after the last
-// touches nothing of the caller's.
-void run_phases(XLA_FFI_CallFrame *frame, int threads, int phases, const int *units,
-                void (*work)(const void *, int, int), const void *arguments);
+// touches nothing of the caller's. Returns what a handler returns: NULL, or that memory was missing.
+XLA_FFI_Error *run_phases(XLA_FFI_CallFrame *frame, int threads, int phases, const int *units,
+                          void (*work)(const void *, int, int), const void *arguments);
 
 // The same with one phase.
-void run_parallel(XLA_FFI_CallFrame *frame, int threads, int units, void (*work)(const void *, int),
-                  const void *arguments);
+XLA_FFI_Error *run_parallel(XLA_FFI_CallFrame *frame, int threads, int units, void (*work)(const void *, int),
+                            const void *arguments);
 
 // Threads of XLA's pool, 1 if it has none.
 int count_threads(XLA_FFI_CallFrame *frame);
+
+#define NO_MEMORY "No memory is left."
 
 XLA_FFI_Error *fail(XLA_FFI_CallFrame *frame, const char *message);
 

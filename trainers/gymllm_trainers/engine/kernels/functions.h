@@ -4,9 +4,9 @@
 
 #include "common.h"
 
-// e^x for x <= 0, to 2 units in the last place: 2^n times a polynomial (Cephes' expf).
+// e^x for x <= 0, to 2 units in the last place: 2^n times a polynomial (Cephes' expf). NaN stays NaN.
 INLINE Floats exponential(Floats x) {
-  x = larger(x, splat(-87.0f));
+  x = choose((Ints)(x < splat(-87.0f)), splat(-87.0f), x);
   const Floats rounder = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = x * splat(1.44269504f) + rounder;
   const Floats whole = shifted - rounder;

@@ -212,6 +212,9 @@ INLINE void transpose_words(const Floats *rows, float *packed) {
 // Lays a panel out [steps, PANEL]; what is past the last column in its vector is zero. `next` is the panel after it.
 static void pack(const Product *product, long column, long columns, long first_step, long steps, const char *next,
                  bool ahead, float *packed) {
+#if LANES != 16
+  (void)next, (void)ahead;
+#endif
   const Kind kind = product->kind;
   const int whole = (int)(columns / LANES);
   long done = 0;  // steps whose whole vectors are laid out
@@ -258,9 +261,10 @@ INLINE const char *panel_start(const Product *product, long column, long first_s
   return product->kernel + at * number_bytes(product->kind);
 }
 
-static void multiply_packed_panel(const Product *product, long column, const int32_t *rows, int row_count,
+// A panel of what is left of a unit's columns, which end before `end`.
+static void multiply_packed_panel(const Product *product, long column, long end, const int32_t *rows, int row_count,
                                   long next_column, float *packed) {
-  const long columns = product->columns - column < PANEL ? product->columns - column : PANEL;
+  const long columns = end - column < PANEL ? end - column : PANEL;
   const long all_steps = product->kind == PAIRS ? product->depth / 2 : product->depth;
   const long x_stride = product->depth * (product->kind == PAIRS ? 2 : 4);
   const int vectors = (int)((columns + LANES - 1) / LANES);
@@ -360,7 +364,7 @@ void multiply_unit(const void *data, int unit) {
     // Units are taken in turn by all threads, more or less.
     long next = column + PANEL < end ? column + PANEL : first + (long)product->unit_columns * product->threads;
     if (next >= product->columns) next = column;
-    if (packed) multiply_packed_panel(product, column, rows, count, next, packed);
+    if (packed) multiply_packed_panel(product, column, end, rows, count, next, packed);
     column += PANEL;
   }
 }
@@ -375,6 +379,7 @@ int divide_product(Product *product, int threads) {
   for (int at = 0; at < 4; at++) {
     const int width = widths[at], units = (all + width - 1) / width;
     if (width > (rows <= 2 ? 12 : 6) || rows > 4) continue;
+    if (product->tied && width % VECTORS) continue;  // is packed, in panels
     if (units % threads == 0 && (all % width == 0 || units >= 4 * threads)) {
       product->vectors = width;
       break;
@@ -419,7 +424,7 @@ static XLA_FFI_Error *multiply(XLA_FFI_CallFrame *frame, bool tied) {
   if (rows[0] < 0 || rows[0] > product.all_rows) return fail(frame, "rows[0] is not a number of rows.");
   product.kernel = (const char *)kernels->data + layer * product.depth * product.columns * number_bytes(product.kind);
   bool *active = calloc(product.all_rows + 1, sizeof(bool));
-  if (!active) return fail(frame, "No memory is left.");
+  if (!active) return fail(frame, NO_MEMORY);
   for (int at = 0; at < rows[0]; at++) {
     if (rows[1 + at] < 0 || rows[1 + at] >= product.all_rows) {
       free(active);
@@ -431,9 +436,9 @@ static XLA_FFI_Error *multiply(XLA_FFI_CallFrame *frame, bool tied) {
   const bool shared = (double)product.depth * product.columns * (rows[0] + 1) > WORTH_SHARING;
   const int threads = shared ? count_threads(frame) : 1;
   const int units = divide_product(&product, threads);
-  run_parallel(frame, threads, units, multiply_unit, &product);
+  XLA_FFI_Error *error = run_parallel(frame, threads, units, multiply_unit, &product);
   free(active);
-  return NULL;
+  return error;
 }
 
 XLA_FFI_Error *gymllm_linear(XLA_FFI_CallFrame *frame) { return multiply(frame, false); }

@@ -110,7 +110,7 @@ static void draw_row(const void *data, int row) {
     Floats part = load_words(logits + at, words - at);
     if (draw->softcap > 0 && powers) {
       part = splat(draw->softcap) * hyperbolic_tangent(part / splat(draw->softcap));
-      memcpy(capped + at, &part, words - at >= LANES ? sizeof part : (words - at) * 4);
+      memcpy(capped + at, &part, 4 * (words - at < LANES ? words - at : LANES));
     }
     strange |= is_nan(part);
     highest = larger(highest, part);
@@ -167,7 +167,7 @@ XLA_FFI_Error *gymllm_sample(XLA_FFI_CallFrame *frame) {
   memset(result(frame, 1)->data, 0, slots * sizeof(int32_t));
   if (!count) return NULL;
   char *memory = scratch(CALL_SCRATCH, rows * words * sizeof(float) + rows * sizeof(int32_t));
-  if (!memory) return fail(frame, "No memory is left.");
+  if (!memory) return fail(frame, NO_MEMORY);
   int32_t *all = (int32_t *)(memory + rows * words * sizeof(float));
   for (int row = 0; row < count; row++) all[row] = row;
   Sample sample = {.product = {.x = hidden->data,
@@ -193,8 +193,7 @@ XLA_FFI_Error *gymllm_sample(XLA_FFI_CallFrame *frame) {
   if (sample.product.kind == PAIRS && sample.product.depth % 2) return fail(frame, "An odd number is no pairs.");
   const int threads = (double)sample.product.depth * words * count > WORTH_SHARING ? count_threads(frame) : 1;
   const int units[2] = {divide_product(&sample.product, threads), count};
-  run_phases(frame, threads, 2, units, sample_phase, &sample);
-  return NULL;
+  return run_phases(frame, threads, 2, units, sample_phase, &sample);
 }
 
 // Arguments: logits [F, V], temperature [F], uniform [F]. Attribute: softcap. Result: [4, F].
@@ -209,6 +208,5 @@ XLA_FFI_Error *gymllm_draw(XLA_FFI_CallFrame *frame) {
                      .softcap = get_float(frame, "softcap"),
                      .packed = packed->data};
   const int threads = draw.rows * draw.words > WORTH_SHARING ? count_threads(frame) : 1;
-  run_parallel(frame, threads, (int)draw.rows, draw_row, &draw);
-  return NULL;
+  return run_parallel(frame, threads, (int)draw.rows, draw_row, &draw);
 }

@@ -400,7 +400,7 @@ XLA_FFI_Error *gymllm_trunk(XLA_FFI_CallFrame *frame) {
   if (!trunk.active) return NULL;
 
   char *memory = scratch(CALL_SCRATCH, place_buffers(&trunk, tokens, NULL));
-  if (!memory) return fail(frame, "No memory is left.");
+  if (!memory) return fail(frame, NO_MEMORY);
   place_buffers(&trunk, tokens, memory);
   const long queries = trunk.heads * trunk.size, group_keys = trunk.groups * trunk.size;
   const double operations = (double)trunk.width * (2 * queries + 2 * group_keys + 3 * trunk.inner) * trunk.active;
@@ -425,7 +425,7 @@ XLA_FFI_Error *gymllm_trunk(XLA_FFI_CallFrame *frame) {
                                .scale = get_float(frame, "scale"),
                                .softcap = get_float(frame, "softcap")};
   int *units = malloc((1 + trunk.count * LAYER_PHASES) * sizeof *units);
-  if (!units) return fail(frame, "No memory is left.");
+  if (!units) return fail(frame, NO_MEMORY);
   units[0] = row_units;
   for (long number = 0; number < trunk.count; number++) {
     Layer *layer = &trunk.layers[number];
@@ -466,7 +466,7 @@ XLA_FFI_Error *gymllm_trunk(XLA_FFI_CallFrame *frame) {
     divide_product(&layer->up, threads);
     own[DOWN_PHASE] = divide_product(&layer->down, threads);
   }
-  run_phases(frame, threads, 1 + (int)trunk.count * LAYER_PHASES, units, work_phase, &trunk);
+  XLA_FFI_Error *error = run_phases(frame, threads, 1 + (int)trunk.count * LAYER_PHASES, units, work_phase, &trunk);
   free(units);
-  return NULL;
+  return error;
 }
