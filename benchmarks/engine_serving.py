@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -45,9 +45,11 @@ class Prompts:
         return self._generator.integers(1, self._vocabulary, (count, length)).tolist()
 
 
-def named_model(model: str, *, quick: bool) -> tuple[LoadedModel, str]:
+def named_model(
+    model: str, *, quick: bool, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> tuple[LoadedModel, str]:
     """A model, and what its rows call it; to be quick, its first two layers alone."""
-    loaded = load_model(model)
+    loaded = load_model(model, dtype=dtype)
     if not quick:
         return loaded, "SmolLM2-135M"
     stacked = cast("dict[str, jax.Array]", loaded.params["layers"])
@@ -58,6 +60,11 @@ def named_model(model: str, *, quick: bool) -> tuple[LoadedModel, str]:
         params=loaded.params | {"layers": layers},
     )
     return cut, "SmolLM2-135M's first 2 layers"
+
+
+def smaller(config: EngineConfig) -> EngineConfig:
+    """The same for 8 requests at once, with few programs to compile: to be quick."""
+    return dataclasses.replace(config, slots=8, prefill_tokens=(256,))
 
 
 @asynccontextmanager

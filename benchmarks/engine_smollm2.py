@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine_serving import Prompts, generate_all, serving
+from engine_serving import Prompts, generate_all, named_model, serving, smaller
 from gguf_floats import write_floats
 from machine_limits import (
     Limits,
@@ -28,7 +28,7 @@ from peers.session import PeerError, PeerSession
 from table import Table
 
 from gymllm_trainers.engine import EngineConfig, JaxEngine
-from gymllm_trainers.models import LoadedModel, decoder_params, load_model, save_model
+from gymllm_trainers.models import LoadedModel, decoder_params, save_model
 from gymllm_trainers.models.gguf import smollm2_path
 from gymllm_trainers.models.load import SMOLLM2
 
@@ -62,10 +62,10 @@ class Peers:
 
 def smollm2_rows(table: Table, venvs: Path, model: str, *, quick: bool, peers: bool) -> None:
     """Rows of the machine's limits, and of prefill and decode at each batch, in float32 and bfloat16."""
-    loaded = load_model(model)
+    loaded, name = named_model(model, quick=quick)
     gguf = smollm2_path() if model == SMOLLM2 else Path(model)
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
         others = Peers()
         if peers:
             params = decoder_params(loaded.decoder())
@@ -81,8 +81,8 @@ def smollm2_rows(table: Table, venvs: Path, model: str, *, quick: bool, peers: b
                     others.llama_cpp = _start(
                         table, venvs, "llama_cpp", folder / f"{dtype}.gguf", while_measured
                     )
-                read = load_model(model, dtype=dtype)
-                measuring = _Measuring(table, read, dtype, limits, others)
+                read, _ = named_model(model, quick=quick, dtype=dtype)
+                measuring = _Measuring(table, read, name, dtype, limits, others)
                 asyncio.run(measuring.all_batches(quick))
         if llama and (session := _start(table, venvs, "llama_cpp", gguf, stack)):
             _quantized_rows(table, session)
@@ -90,16 +90,16 @@ def smollm2_rows(table: Table, venvs: Path, model: str, *, quick: bool, peers: b
 
 def limit_rows(table: Table, peer: PeerSession | None, *, quick: bool) -> Limits:
     """The machine's own rates; of matrix products, the best that NumPy, XLA and torch get."""
-    tries = 3 if quick else 8
+    tries, matrices = (3, MATRICES[1:2]) if quick else (8, MATRICES)
     read = read_rate(tries=tries)
     table.add(f"memory read, {os.cpu_count()} threads", read / 1e9, "GB/s")
     best: dict[str, float] = {}
     for dtype in DTYPES:
-        rates = {"XLA": max(matmul_rate(dtype, size, tries) for size in MATRICES)}
+        rates = {"XLA": max(matmul_rate(dtype, size, tries) for size in matrices)}
         if dtype == "float32":
-            rates["NumPy"] = max(numpy_matmul_rate(size, tries) for size in MATRICES)
+            rates["NumPy"] = max(numpy_matmul_rate(size, tries) for size in matrices)
         if peer is not None:
-            asked = [peer.ask("matmul", dtype=dtype, size=size) for size in MATRICES]
+            asked = [peer.ask("matmul", dtype=dtype, size=size) for size in matrices]
             rates["torch"] = max(answer["rate"] for answer in asked)
         for name, rate in rates.items():
             table.add(f"matrix product, {dtype}: {name}", rate / 1e9, "GFLOP/s")
@@ -124,11 +124,12 @@ class _Measuring:
         self,
         table: Table,
         model: LoadedModel,
+        name: str,
         dtype: Literal["float32", "bfloat16"],
         limits: Limits,
         peers: Peers,
     ) -> None:
-        self._table, self._model = table, model
+        self._table, self._model, self._name = table, model, name
         self._dtype: Literal["float32", "bfloat16"] = dtype
         self._limits, self._peers = limits, peers
         self._prompts = Prompts(model.config.vocab_size)
@@ -138,6 +139,8 @@ class _Measuring:
         new, rounds = (16, 1) if quick else (64, 3)
         decoder = self._model.decoder(compute_dtype=self._dtype)
         config = EngineConfig(slots=32, context_length=256, cache_dtype=self._dtype)
+        if quick:
+            config = smaller(config)
         async with serving(decoder, config) as engine:
             await generate_all(engine, self._prompts.take(8, PROMPT), new=2)
             self._choose_cache(quick)
@@ -185,7 +188,7 @@ class _Measuring:
         possible = (batch * PROMPT / prompts, batch / step)
         got = ours.rates(batch, new)
         for index, kind in enumerate(KINDS):
-            what = f"SmolLM2-135M, {self._dtype}, batch {batch}, {kind}"
+            what = f"{self._name}, {self._dtype}, batch {batch}, {kind}"
             table.add(f"{what}: gymllm", got[index], "tokens/s")
             if theirs.all:
                 peer = theirs.rates(batch, new)[index]

@@ -10,7 +10,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from engine_serving import Compilations, Prompts, generate_all, serving
+from engine_serving import Compilations, Prompts, generate_all, serving, smaller
 from peers.session import PeerError, PeerSession
 from table import Table
 
@@ -44,10 +44,11 @@ def tunix_rows(table: Table, venvs: Path, *, quick: bool, peers: bool) -> None:
         save_model(Path(folder) / "model", SHAPE, decoder_params(decoder), tokenizer)
         table.add("tunix's case: parameters", SHAPE.parameters / 1e6, "million", "3.3")
         peer = _start(table, venvs, Path(folder) / "model") if peers else None
-        measuring = _Measuring(table, peer, Prompts(SHAPE.vocab_size), 2 if quick else 5)
+        measuring = _Measuring(table, peer, Prompts(SHAPE.vocab_size), 1 if quick else 5)
         try:
             asyncio.run(measuring.batches(quick))
-            asyncio.run(measuring.large_cache())
+            if not quick:
+                asyncio.run(measuring.large_cache())
         finally:
             if peer is not None:
                 peer.__exit__(None, None, None)
@@ -72,13 +73,16 @@ class _Measuring:
     async def batches(self, quick: bool) -> None:
         """Every batch with the small cache."""
         decoder = random_decoder(SHAPE, seed=0)
-        async with serving(decoder, EngineConfig(slots=64, context_length=CACHE)) as engine:
+        config = EngineConfig(slots=64, context_length=CACHE)
+        if quick:
+            config = smaller(config)
+        async with serving(decoder, config) as engine:
             await self._same_tokens(engine)
             compilations = Compilations()
             await generate_all(engine, self._prompts.take(8, PROMPT), new=NEW)
             for batch in (8,) if quick else GOALS:
                 await self._speed(engine, batch, CACHE, GOALS[batch])
-            await self._compiled(engine, compilations)
+            await self._compiled(engine, compilations, quick)
 
     async def large_cache(self) -> None:
         """A batch of 8 that may take 4,096 tokens each, and doesn't."""
@@ -122,13 +126,14 @@ class _Measuring:
             self._table.add(f"{what}: google-tunix", peer_rate, "tokens/s")
             self._table.add(f"{what}: ratio", rate / peer_rate, "x", f">= {goal:g}")
 
-    async def _compiled(self, engine: JaxEngine, compilations: Compilations) -> None:
-        """What a new batch size, length or temperature compiles, in both."""
-        for what, batch, new, temperature in (
-            ("a new batch size", 5, NEW, 1.0),
-            ("a new length", 8, 100, 1.0),
+    async def _compiled(self, engine: JaxEngine, compilations: Compilations, quick: bool) -> None:
+        """What a new temperature, length or batch size compiles, in both."""
+        changes = (
             ("a new temperature", 8, NEW, 0.7),
-        ):
+            ("a new length", 8, 100, 1.0),
+            ("a new batch size", 5, NEW, 1.0),
+        )
+        for what, batch, new, temperature in changes[: 1 if quick else None]:
             prompts = self._prompts.take(batch, PROMPT)
             await generate_all(engine, prompts, new=new, temperature=temperature)
             if self._peer is not None:

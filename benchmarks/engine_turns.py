@@ -13,7 +13,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from engine_serving import copy_counts, counts_since, named_model, serving
+from engine_serving import copy_counts, counts_since, named_model, serving, smaller
 from table import Table
 
 from gymllm.engine import Engine, GenerateRequest, Generation
@@ -88,11 +88,15 @@ class Anew(Recording):
 def turn_rows(table: Table, model: str, *, quick: bool) -> None:
     """Rows of prefilled tokens and of seconds, with and without reuse."""
     loaded, name = named_model(model, quick=quick)
-    asyncio.run(_measure(table, loaded, name, rounds=1 if quick else 3))
-
-
-async def _measure(table: Table, model: LoadedModel, name: str, rounds: int) -> None:
     config = EngineConfig(slots=GROUP, context_length=2048)
+    if quick:
+        config = smaller(config)
+    asyncio.run(_measure(table, loaded, name, config, rounds=1 if quick else 3))
+
+
+async def _measure(
+    table: Table, model: LoadedModel, name: str, config: EngineConfig, *, rounds: int
+) -> None:
     with_reuse: list[float] = []
     without: list[float] = []
     prefilled = prefilled_anew = prompts = turns = 0
