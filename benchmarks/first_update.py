@@ -25,8 +25,8 @@ from gymllm.rollout import AdmissionGate, Rollout, RolloutConfig
 from gymllm.task import SeededTasks
 from gymllm.timeline import Timeline
 from gymllm_agents import ConversationConfig, ModelAgent, train_tokenizer
-from gymllm_trainers.engine import EngineConfig, JaxEngine
 from gymllm_trainers.algorithms.config import AlgorithmConfig
+from gymllm_trainers.engine import EngineConfig, JaxEngine
 from gymllm_trainers.learner import Learner, LearnerConfig
 from gymllm_trainers.memory import keep_freed_memory
 from gymllm_trainers.models import Decoder, DecoderConfig
