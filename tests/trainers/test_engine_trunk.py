@@ -201,7 +201,14 @@ def run(
     return np.asarray(hidden_SD[:count].astype(jnp.float32)), kept
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # What these have, others have, too.
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("llama3", "biases") else [])
+        for name in FAMILIES
+    ],
+)
 def test_trunk_equals_the_decoder(
     native: kernels.Kernels, plain: kernels.Kernels, name: str
 ) -> None:
