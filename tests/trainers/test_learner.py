@@ -415,7 +415,7 @@ def test_greedy_trajectories_are_refused(make_decoder: MakeDecoder) -> None:
     ("setting", "message"),
     [
         ({"groups_per_step": 0}, "learner.groups_per_step must be >= 1, got 0"),
-        ({"rows": 0}, "learner.rows must be >= 1, got 0"),
+        ({"rows": -1}, "learner.rows must be >= 0, got -1"),
         ({"head_chunk": 0}, "learner.head_chunk must be >= 1, got 0"),
         ({"row_tokens": -1}, "learner.row_tokens must be >= 0, got -1"),
         ({"epochs": 0}, "learner.epochs must be >= 1, got 0"),
