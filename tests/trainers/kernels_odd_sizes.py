@@ -8,9 +8,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from gymllm_trainers.engine import EngineConfig
+from gymllm_trainers.engine.batch import StepLayout
+from gymllm_trainers.engine.kernels import Kernels
 from gymllm_trainers.engine.kernels.calls import open_library
 from gymllm_trainers.engine.paged_attention import PagedCache
+from gymllm_trainers.engine.programs import Programs
+from gymllm_trainers.models import DecoderConfig, random_decoder
 
 PRODUCT_TYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
 CACHE_TYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
@@ -57,7 +63,83 @@ def main(library: Path) -> None:
                     softcap=softcap,
                 )
                 out.block_until_ready()
+    sample_all(loaded)
+    run_trunks(loaded)
     sys.stdout.write("every size done\n")
+
+
+def sample_all(loaded: Kernels) -> None:
+    """Draws from vocabularies that no vector divides, and where nothing can be drawn."""
+    rng = np.random.default_rng(0)
+    for words in (1, 5, 63, 65, 1281):
+        for tied in (False, True):
+            hidden = jnp.asarray(rng.normal(size=(9, 33)), jnp.float32).at[2].set(jnp.nan)
+            head = jnp.asarray(rng.normal(size=(words, 33) if tied else (33, words)), jnp.float32)
+            for count, softcap in ((0, None), (1, 2.0), (7, None), (7, 2.0)):
+                temperature, uniform = jnp.linspace(0, 2, 7), jnp.linspace(0, 0.999, 7)
+                out, _ = loaded.sample(
+                    hidden,
+                    head,
+                    jnp.int32(count),
+                    temperature,
+                    uniform,
+                    tied=tied,
+                    softcap=softcap,
+                )
+                out.block_until_ready()
+
+
+def run_trunks(loaded: Kernels) -> None:
+    """Steps of decoders with every option, with decode rows, blocks and padding."""
+    sizes = EngineConfig(
+        slots=40, context_length=120, small_batch=5, prefill_tokens=(14,), page_size=7, pages=90
+    )
+    rng = np.random.default_rng(0)
+    for hidden, inner, head, dtype in (
+        *((33, 47, 2, "float32"), (50, 1030, 20, "float32"), (48, 96, 64, "float32")),
+        *((34, 46, 6, "bfloat16"), (64, 192, 80, "bfloat16")),
+    ):
+        config = DecoderConfig(
+            vocab_size=51,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=head,
+            max_position_embeddings=128,
+            qk_norm=True,
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            post_norms=True,
+            sliding_window=9,
+            sliding_layers=(True, False),
+            rope_local_theta=100.0,
+            attention_softcap=5.0,
+            hidden_act="silu" if hidden % 2 else "gelu_pytorch_tanh",
+        )
+        decoder = random_decoder(config, seed=0, dtype=dtype, compute_dtype=dtype)
+        graph, state = nnx.split(decoder)
+        programs = Programs(graph, state, sizes, kernels=loaded)
+        for shape in ((5, 0), (5, 2)):
+            layout = StepLayout.of(sizes, *shape)
+            packed = np.zeros(layout.size, np.int32)
+            _, source, table, start, count, active, pick = layout.views(packed)
+            source.fill(-1)
+            table[:] = 1 + np.arange(table.size).reshape(table.shape) % 89
+            start[:3], count[:3] = (0, 64, 119), 1
+            indices = [0, 1, 2]
+            if shape[1]:
+                start[5:], count[5:] = (0, 100), (7, 3)
+                indices += [*range(5, 12), *range(12, 15)]
+            active[0], active[1 : 1 + len(indices)] = len(indices), indices
+            pick[: len(indices)] = indices
+            part = rng.normal(size=(2, 90, 2, 7, head))
+            cache = PagedCache(*(jnp.asarray(part, jnp.float32).astype(dtype) for _ in range(2)))
+            forward = jax.jit(programs._forward_of(layout))
+            out, _ = forward(jax.tree.leaves(state), cache, packed, np.zeros(40, np.int32))
+            out.block_until_ready()
 
 
 if __name__ == "__main__":

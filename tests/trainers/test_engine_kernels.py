@@ -135,6 +135,15 @@ def test_row_has_the_same_bits_in_any_batch(
         assert np.array_equal(part, tied[70 - count :]), count
 
 
+def test_threads_leave_each_others_columns_alone(native: kernels.Kernels) -> None:
+    """A width that panels don't divide, and sums that go through memory: a race would show now and then."""
+    x, embedding = draw(0, 2, 2048), draw(1, 1280, 2048)
+    first = np.asarray(native.logits_tied(x, embedding))
+    close(jnp.asarray(first), x, embedding.T)
+    for _ in range(30):
+        assert np.array_equal(native.logits_tied(x, embedding), first)
+
+
 def test_rows_that_are_not_active_come_out_zero(native: kernels.Kernels) -> None:
     kernel, x = draw(0, 3, 96, 100), draw(1, 20, 96)
     # What stands in the others doesn't matter.
