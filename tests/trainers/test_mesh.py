@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from gymllm.errors import ConfigError, ModelError
 from gymllm_trainers.algorithms.config import AlgorithmConfig
+from gymllm_trainers.config import TrainConfig
+from gymllm_trainers.engine import EngineConfig
 from gymllm_trainers.learner import Learner, LearnerConfig
 from gymllm_trainers.mesh import (
     MeshConfig,
@@ -207,6 +210,45 @@ def test_the_engine_takes_the_first_devices_and_leaves_some() -> None:
     assert shares == ([*"bcd"], [*"a"])
     with pytest.raises(ConfigError, match=r"engine_devices=4 leaves none of 4 devices .* most 3"):
         split_devices(MeshConfig(engine_devices=4), devices)  # type: ignore[arg-type]
+
+
+def test_devices_that_the_engine_does_not_use_are_not_kept_for_it() -> None:
+    with pytest.raises(ConfigError, match=r"engine_devices is 3, but engine\.tensor \(2\) times"):
+        TrainConfig(mesh=MeshConfig(engine_devices=3), engine=EngineConfig(tensor=2))
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_three_devices_while_the_engine_has_the_fourth(tmp_path: Path) -> None:
+    flags = "--xla_force_host_platform_device_count=4"
+    command = [
+        *(sys.executable, "-c", "from gymllm_trainers.cli import train; raise SystemExit(train())"),
+        *("--runs-dir", str(tmp_path), "--name", "run", "--steps", "2"),
+        *(
+            "--rollout.max-lag",
+            "0",
+            "--mesh.data",
+            "3",
+            "--mesh.fsdp",
+            "1",
+            "--mesh.engine-devices",
+            "1",
+        ),
+        *("--metrics.no-display", "--metrics.wandb", "off", "--warm-start.no-enabled"),
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert [step["step"] for step in steps] == [1, 2]
+    # What the engine says of its tokens is what the trainer finds: they have the same weights.
+    assert steps[0]["learner/logprob_gap_mean"] < 1e-3
 
 
 def test_rows_are_as_many_as_the_mesh_divides() -> None:

@@ -25,8 +25,8 @@ from gymllm_trainers.plan_chips import Chip
 FULLEST = 0.92
 """Share of a device's memory that is planned with: compilers and other programs need some."""
 _OVERHEAD = 1.2
-"""What compilers add to what has to be held: libtpu 0.0.42 held 1.16 and 1.23 times as much for Qwen3-0.6B on a
-v5e:2x2 and 8B on a v5p:4x4x4."""
+"""What compilers add to what has to be held: libtpu 0.0.42 held 1.16 and 1.23 times as much for Qwen3-0.6B on
+a v5e:2x2 and 8B on a v5p:4x4x4."""
 _WORDS_HELD = 65_536
 """Words of the vocabulary whose logits are held at once (`logprob_head`)."""
 
