@@ -305,8 +305,11 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """float32 logits [..., V] of final hidden states [..., D], after the final soft cap."""
-        logits = jnp.dot(hidden, self.head_DV, preferred_element_type=jnp.float32)
-        return softcap(logits, self.config.final_softcap)
+        return softcap(self.uncapped_logits(hidden), self.config.final_softcap)
+
+    def uncapped_logits(self, hidden: Array) -> Array:
+        """The same before the soft cap."""
+        return jnp.dot(hidden, self.head_DV, preferred_element_type=jnp.float32)
 
     @property
     def head_DV(self) -> Array:
