@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 from jax import Array
 
+from gymllm_trainers.engine import kernels
+from gymllm_trainers.engine.kernels.calls import open_library
 from gymllm_trainers.engine.paged_attention import PagedCache, paged_attention, write_pages
 from gymllm_trainers.models import Decoder, DecoderConfig, random_decoder
 
@@ -37,6 +39,13 @@ def make_decoder() -> Callable[..., Decoder]:
         return nnx.merge(graph, jax.tree.map(lambda leaf: leaf * 4 if leaf.std() else leaf, state))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> kernels.Kernels:
+    """The kernels without a processor's own instructions; one library can be opened once in a process."""
+    folder = tmp_path_factory.mktemp("plain")
+    return open_library(kernels.build(flags=("-DPORTABLE", "-O1"), folder=folder))
 
 
 Extend = Callable[..., tuple[Array, PagedCache]]

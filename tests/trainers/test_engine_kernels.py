@@ -42,13 +42,6 @@ def native() -> kernels.Kernels:
     return loaded
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> kernels.Kernels:
-    """The kernels without a processor's own instructions."""
-    folder = tmp_path_factory.mktemp("plain")
-    return open_library(kernels.build(flags=("-DPORTABLE", "-O1"), folder=folder))
-
-
 def draw(seed: int, *shape: int, dtype: str = "float32") -> Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32).astype(dtype)
 

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pytest
 
 from gymllm_trainers.engine import kernels
-from gymllm_trainers.engine.kernels.calls import open_library
 from gymllm_trainers.engine.sampling import DEPTH, PlainInputs, sample_plain
 from gymllm_trainers.models.decoder import softcap
 
@@ -26,13 +25,10 @@ by_xla = jax.jit(sample_plain)
 
 
 @pytest.fixture(scope="module", params=["native", "plain"])
-def loaded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> kernels.Kernels:
+def loaded(request: pytest.FixtureRequest) -> kernels.Kernels:
     """The kernels as the engine loads them, and without a processor's own instructions."""
     if request.param == "plain":
-        folder = tmp_path_factory.mktemp("plain")
-        return open_library(kernels.build(flags=("-DPORTABLE", "-O1"), folder=folder))
+        return request.getfixturevalue("plain")
     native = kernels.load()
     if native is None:
         pytest.skip(str(kernels.unavailable()))

@@ -18,7 +18,6 @@ from flax import nnx
 from gymllm_trainers.compilation import compile_ahead
 from gymllm_trainers.engine import EngineConfig, kernels
 from gymllm_trainers.engine.batch import StepLayout
-from gymllm_trainers.engine.kernels.calls import open_library
 from gymllm_trainers.engine.paged_attention import PagedCache
 from gymllm_trainers.engine.programs import Programs
 from gymllm_trainers.models import Decoder, DecoderConfig, random_decoder
@@ -89,13 +88,6 @@ def native() -> kernels.Kernels:
     if loaded is None:
         pytest.skip(str(kernels.unavailable()))
     return loaded
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> kernels.Kernels:
-    """The kernels without a processor's own instructions."""
-    folder = tmp_path_factory.mktemp("plain")
-    return open_library(kernels.build(flags=("-DPORTABLE", "-O1"), folder=folder))
 
 
 def rough_decoder(config: DecoderConfig, dtype: str) -> Decoder:
