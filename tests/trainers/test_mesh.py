@@ -160,10 +160,11 @@ def check(cases: list[Case]) -> None:
     for case, result in zip(cases, on_eight_devices(cases), strict=True):
         assert result["difference"] < 1e-5, case
         assert result["moved"] > 1e-3, case
-        # Parameters and moments are divided over everything but data and context; small ones are whole.
+        # Parameters and moments are divided over everything but data and context; norms are whole, and
+        # key-value heads where tensor doesn't divide them.
         whole = case[1].get("data", 1) * case[1].get("context", 1)
         if case[0] == "dense" and whole < 8 and not case[2]:
-            assert result["share"] < 1.2 * whole / 8, case
+            assert result["share"] < 1.5 * whole / 8, case
 
 
 def test_eight_devices_train_to_the_parameters_of_one() -> None:
