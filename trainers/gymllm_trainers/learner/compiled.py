@@ -235,6 +235,7 @@ class Compiled:
             optimizer=self._optimizer,
             temperature=self._temperature,
             head_chunk=self._config.head_chunk,
+            branched=self._config.share_prefixes,
         )
 
     def _start_as_reference(self, start: Trained) -> Trained | None:

@@ -76,6 +76,7 @@ class Programs:
         optimizer: optax.GradientTransformation,
         temperature: float,
         head_chunk: int,
+        branched: bool = True,
     ) -> None:
         """Says what of.
 
@@ -86,7 +87,9 @@ class Programs:
             optimizer: Of `Trained`, or of its policy alone where there is no value head.
             temperature: The temperature that trajectories are sampled at.
             head_chunk: Tokens whose logits are held at once.
+            branched: Whether rows may hold trees with branches.
         """
+        self._branched = branched
         self._graph, self._value_graph = graph, value_graph
         self._algorithm, self._optimizer = algorithm, optimizer
         self._temperature, self._head_chunk = temperature, head_chunk
@@ -177,7 +180,8 @@ class Programs:
         ids, parent, node, wanted = map(
             jnp.asarray, (batch.ids, batch.parent, batch.node, batch.wanted)
         )
-        hidden = decoder.hidden(ids, jnp.asarray(batch.positions), jnp.asarray(batch.ends))
+        positions, ends = jnp.asarray(batch.positions), jnp.asarray(batch.ends)
+        hidden = decoder.hidden(ids, positions, ends, branched=self._branched)
         # A token is predicted from the one before it, which in a tree is not always its neighbour.
         before = jnp.take_along_axis(hidden, parent[..., None], axis=1)
         tied = decoder.config.tie_word_embeddings
