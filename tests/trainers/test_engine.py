@@ -847,6 +847,36 @@ async def test_bad_weights_are_refused_and_the_old_ones_stay(
 
 
 @pytest.mark.asyncio
+async def test_what_finite_weights_made_nan_is_not_gone_on_from(
+    engine: JaxEngine, decoders: list[Decoder]
+) -> None:
+    huge = jax.tree.map_with_path(
+        lambda path, leaf: leaf * 1e20 if "_norm" in str(path) else leaf, nnx.state(decoders[0])
+    )  # scores overflow, the weights do not
+    ids = prompt(0, 20)
+    request = ask(ids, temperature=0.0)
+    held = replace(request, sampling=replace(request.sampling, logit_bias={5: 9.0}))
+    engine.publish(huge, 1)
+    for one in (request, held):
+        with pytest.raises(EngineError, match="logits are NaN or infinite"):
+            await engine.generate(one)
+        engine.publish(nnx.state(decoders[0]), engine.version + 1)
+        answer = await engine.generate(request)
+        assert answer.reused_tokens == 0
+        assert_agrees(decoders[0], ids, answer)
+        assert (await engine.generate(request)).reused_tokens > 0
+        # A request that rules out every token itself says nothing of the model.
+        none = dict.fromkeys(range(VOCABULARY), -float("inf"))
+        with pytest.raises(EngineError, match="allow no token"):
+            await engine.generate(
+                replace(request, sampling=replace(request.sampling, logit_bias=none))
+            )
+        assert (await engine.generate(request)).reused_tokens > 0
+        engine.publish(huge, engine.version + 1)
+        engine.clear_cache()
+
+
+@pytest.mark.asyncio
 async def test_with_adapters_only_they_move(decoders: list[Decoder]) -> None:
     graph, state = nnx.split(decoders[0])
     decoder = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))

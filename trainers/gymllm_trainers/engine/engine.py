@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -491,6 +492,7 @@ class JaxEngine:
             top = np.asarray(flight.top[0]), np.asarray(flight.top[1])
         where = {id(ticket.request): index for index, ticket in enumerate(flight.tickets)}
         told: dict[Ticket, None] = {}
+        spoilt = False
         for request, token in self._scheduler.complete(flight.step, tokens):
             ticket = self._tickets.get(request)
             if ticket is None:
@@ -500,6 +502,7 @@ class JaxEngine:
                 where[id(request)] += flight.step.rows  # of its next token
             if sampled.bad[index]:
                 ticket.error = ticket.error or no_numbers(ticket)
+                spoilt |= not (ticket.full and math.isfinite(sampled.base_logprob[index]))
             if not ticket.error:
                 ticket.logprobs.append(sampled.logprob[index])
                 ticket.base_logprobs.append(sampled.base_logprob[index])
@@ -515,6 +518,9 @@ class JaxEngine:
                 self.counts.requests += 1
             if ticket.ended or ticket.streaming:
                 told[ticket] = None
+        if spoilt:
+            # Weights can be finite and what they compute not: better ones must not go on from that.
+            self._scheduler.forget()
         tell(list(told))
 
     def _fail_everything(self) -> None:

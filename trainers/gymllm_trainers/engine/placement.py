@@ -32,11 +32,15 @@ class Placement:
             running: Every request that has pages.
         """
         if version <= self.version:
-            self.pages.forget()
-            for request in running:
-                if request.computed:
-                    request.oldest = STALE
+            self.forget(running)
         self.version = version
+
+    def forget(self, running: Iterable[Request]) -> None:
+        """Has nothing that was computed so far be found again; `running` is every request that has pages."""
+        self.pages.forget()
+        for request in running:
+            if request.computed:
+                request.oldest = STALE
 
     def follow(self, request: Request) -> None:
         """Goes on through the tree as far as what comes next is there already."""

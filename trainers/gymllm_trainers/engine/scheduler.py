@@ -150,6 +150,10 @@ class Scheduler:
         """Forgets every page that no request reads."""
         self._pages.clear()
 
+    def forget(self) -> None:
+        """Has nothing that was computed so far be reused; running requests go on with what they have."""
+        self._placement.forget(self._running)
+
     # ------------------------------------------------------------------ steps
 
     def schedule(self) -> Step | None:
