@@ -348,7 +348,7 @@ def test_other_mistakes_are_not_called_a_full_disk(tmp_path):
     [
         ({"params": {"w": jnp.ones((2, 4))}}, r"w has shape \(2, 3\), expected \(2, 4\)"),
         ({"params": {"v": jnp.ones((2, 3))}}, r"v is missing; w is not wanted"),
-        ({"weights": {"w": jnp.ones((2, 3))}}, r"holds params, but no 'weights'"),
+        ({"weights": {"w": jnp.ones((2, 3))}}, r"holds params, but no 'weights'\. .*--resume"),
     ],
 )
 def test_checkpoint_of_another_model_is_refused(tmp_path, like, message):

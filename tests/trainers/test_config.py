@@ -104,6 +104,7 @@ def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
         (["--learner.max-flat-groups", "0"], "learner.max_flat_groups must be >= 1, got 0"),
         (["--algorithm.preset", "grop"], "grpo"),
         (["--optimizer.name", "adamW"], "adamw"),
+        (["--learner.row-tokens", "383"], "learner.row_tokens is 383, but an episode may have"),
         (["--learner.mini-batches", "9"], "learner.mini_batches is 9, but a batch has only 4"),
         (["--steps"], "--steps"),
         (["stray"], "stray"),

@@ -134,6 +134,8 @@ def test_key_on_the_wrong_level_is_found_by_its_full_path(tmp_path):
         ("rollout: {group_size: null}", "must be a whole number, got nothing"),
         ("rollout: {limit: x}", "rollout.limit must be a whole number or null, got 'x' (text)"),
         ("rollout: {mode: on}", "rollout.mode must be one of auto, off, got 'on' (text)"),
+        ("rollout: {mode: autto}", "got 'autto' (text). Did you mean auto?"),
+        ("zzz: 1", "Unknown config key 'zzz'. Known: colour, folder"),
         ("rollout: {chunks: 3}", "rollout.chunks must be a list, each item a whole number, got 3"),
         ("rollout: {chunks: [a]}", "rollout.chunks must be a list, each item a whole number"),
         ("rollout: {examples: [hi]}", "each item a mapping with role, weight"),

@@ -281,6 +281,16 @@ def test_settings_that_can_not_be_used_there_are_said(tmp_path: Path) -> None:
     assert found.suggestions
 
 
+def test_a_mesh_that_is_refused_is_no_want_of_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(["--plan", "cpu:8", *flags(tmp_path), "--mesh.tensor", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "tensor 3" in said
+    assert "Nothing was compiled." in said
+    assert "fits" not in said
+
+
 def test_a_model_of_unknown_shape_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs the model's shape, .* 'nobody/knows'"):
         plan_for(load_config(["--model.name", "nobody/knows"]), "gpu")

@@ -152,6 +152,22 @@ def test_files_that_are_not_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
         load(tokenizer)
 
 
+@pytest.mark.parametrize("files", [[], ["--supervised.files", "absent.jsonl"]])
+def test_missing_files_are_refused_before_a_model_is_made(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    files: list[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    runs = ["--runs-dir", str(tmp_path / "runs"), "--name", "imitated"]
+    assert train([*runs, "--algorithm.preset", "sft", "--metrics.wandb", "off", *files]) == 2
+    said = capsys.readouterr().err
+    assert "supervised.files" in said
+    assert not list((tmp_path / "cache").rglob("config.json"))
+    assert not (tmp_path / "runs" / "imitated").exists()
+
+
 @pytest.mark.asyncio
 async def test_tokens_of_another_model_are_refused(tmp_path: Path) -> None:
     large = train_tokenizer(["row column tile lake " * 9] * 50, vocab_size=300)

@@ -281,9 +281,7 @@ class Checkpointer:
         restored: dict[str, PyTree] = {}
         for key, tree in like.items():
             if key not in held:
-                raise ModelError(
-                    f"the checkpoint {self.path(step)} holds {', '.join(held)}, but no {key!r}."
-                )
+                raise self.damaged(step, f"it holds {', '.join(held)}, but no {key!r}")
             try:
                 restored[key] = _restore_tree(folder / key, tree, part=part)
             except (ModelError, MemoryError):

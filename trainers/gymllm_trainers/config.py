@@ -166,6 +166,12 @@ class TrainConfig:
                 f"engine.replicas ({self.engine.replicas}) devices are used: set it to that, or to 0 to "
                 "train on them too."
             )
+        row, context = self.learner.row_tokens, self.engine.context_length
+        if 0 < row < context:
+            raise ConfigError(
+                f"learner.row_tokens is {row}, but an episode may have engine.context_length ({context}) "
+                "tokens, and a row must hold it: raise the one, or lower the other."
+            )
         algorithm = resolve(self.algorithm, updates=self.learner.updates)
         if algorithm.preset == "sft" and self.learner.updates > 1:
             raise ConfigError(

@@ -165,6 +165,8 @@ def _merge(base: T, overrides: Mapping[str, object], prefix: str, known: Sequenc
         if key not in hints:
             # A clear favourite alone is the better answer; only without one, whatever is near.
             close = difflib.get_close_matches(path, known, n=1, cutoff=0.85) or known
+            if not difflib.get_close_matches(path, close, n=1, cutoff=0.5):
+                close = [f"{prefix}{name}" for name in hints]
             raise UnknownNameError("config key", path, close)
         current = getattr(base, key)
         if dataclasses.is_dataclass(current) and not isinstance(current, type):
@@ -190,7 +192,7 @@ def _convert(value: object, annotation: object, path: str, known: Sequence[str])
         return _coerce(value, annotation, path, known)
     except _Mismatch:
         raise ConfigError(
-            f"{path} must be {_expected(annotation)}, got {_describe(value)}."
+            f"{path} must be {_expected(annotation)}, got {_describe(value)}.{_meant(value, annotation)}"
         ) from None
 
 
@@ -318,6 +320,23 @@ def _describe(value: object) -> str:
     )
     shown = repr(value)
     return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({kind})"
+
+
+def _meant(value: object, annotation: object) -> str:
+    """The choice that is nearest to a misspelt one, as a sentence; empty where none is near."""
+    choices = list(map(str, _choices(annotation)))
+    close = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _choices(annotation: object) -> list[object]:
+    """What a literal may be, also inside a union."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return list(arguments)
+    if origin in (Union, types.UnionType, typing.Annotated):
+        return [choice for member in arguments for choice in _choices(member)]
+    return []
 
 
 def _expected(annotation: object) -> str:

@@ -50,7 +50,8 @@ def print_plan(found: TopologyPlan, config: TrainConfig, console: Console) -> No
     if not target.compiles:
         console.print("By arithmetic alone: nothing is compiled for a GPU that isn't here.")
     elif not found.programs:
-        console.print("! Nothing fits, so nothing was compiled.")
+        why = "Nothing fits, so nothing" if chip.memory_bytes else "Nothing"
+        console.print(f"! {why} was compiled.")
     if chip.kind == "tpu" and found.programs.get("gradient", {}).get("kernels") == 0:
         console.print("! The gradient holds no Pallas kernel: attention takes the slow way there.")
     if chip.kind != "cpu":
@@ -70,8 +71,9 @@ def _rows(found: TopologyPlan, config: TrainConfig) -> Iterator[tuple[str, str, 
         if least is not None:
             yield "layout", "that holds the least", str(least.layout)
             yield from _estimated_memory(least, found.engine_bytes)
-        yield "memory", "a device has", _size(target.chip.memory_bytes)
-        yield "memory", "fits", "no"
+        if target.chip.memory_bytes:
+            yield "memory", "a device has", _size(target.chip.memory_bytes)
+            yield "memory", "fits", "no"
         return
     layout = shown.layout
     yield "layout", "mesh and micro-batch", str(layout)

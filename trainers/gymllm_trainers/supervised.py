@@ -78,15 +78,11 @@ def load_examples(
     Raises:
         ConfigError: A file is missing or has a line that is neither; or nothing is left.
     """
-    if not config.files:
-        raise ConfigError(
-            "algorithm.preset sft needs data: set supervised.files to JSONL files of trajectories or "
-            "chats, such as a run's trajectories/."
-        )
+    paths = find_files(config)
     reader = _ChatReader(tokenizer, agent, context_length=context_length)
     examples: list[Example] = []
     seen = poor = long = 0
-    for path in _files(config.files):
+    for path in paths:
         for number, line in _lines(path):
             seen += 1
             where = f"{path}, line {number}"
@@ -105,6 +101,20 @@ def load_examples(
             f"{long} are longer than engine.context_length {context_length}."
         )
     return examples
+
+
+def find_files(config: SupervisedConfig) -> list[Path]:
+    """The files that hold the examples, those of folders by name.
+
+    Raises:
+        ConfigError: None is set, one does not exist, or a folder has none.
+    """
+    if not config.files:
+        raise ConfigError(
+            "algorithm.preset sft needs data: set supervised.files to JSONL files of trajectories or "
+            "chats, such as a run's trajectories/."
+        )
+    return list(_files(config.files))
 
 
 def imitation(segments: Sequence[Segment]) -> list[TrainingSequence]:

@@ -59,10 +59,11 @@ from gymllm_trainers.players import (
 )
 from gymllm_trainers.report import print_report
 from gymllm_trainers.rewards import RewardModel, apply_rewards, open_reward
+from gymllm_trainers.rewards.function import load_function
 from gymllm_trainers.run_files import RunFiles
 from gymllm_trainers.run_folder import RunFolder, warn
 from gymllm_trainers.statistics import StepStatistics
-from gymllm_trainers.supervised import Example, batches, imitation, load_examples
+from gymllm_trainers.supervised import Example, batches, find_files, imitation, load_examples
 from gymllm_trainers.toolbox import Toolbox, open_tools
 from gymllm_trainers.warm_start import cache_folder, random_start, warm_start
 
@@ -83,6 +84,8 @@ def run(config: TrainConfig) -> None:
         KeyboardInterrupt: Ctrl-C; a checkpoint was written, and everything closed.
     """
     check_players(config.players, temperature=config.agent.temperature)
+    if config.reward.kind == "function":
+        load_function(config.reward.function)  # a mistake in it needn't wait for a model
     with Interrupt() as interrupt:
         started = time.monotonic()
         keep_freed_memory()
@@ -323,6 +326,7 @@ async def _write_model(session: _Session, learner: Learner, tokenizer: Tokenizer
 async def _set_up_and_imitate(session: _Session) -> None:
     """algorithm.preset sft: no engine, and no environment but to make the tiny model with."""
     config, display = session.config, session.display
+    find_files(config.supervised)  # a mistake there needn't wait for a model
     clock = session.timeline.clock("learner")
     clock.enter("model")
     if config.model.name == TINY:

@@ -12,6 +12,7 @@ import pytest
 from gymllm.errors import ConfigError, UnknownNameError
 from gymllm.task import Task
 from gymllm.trajectory import Ending, Trajectory
+from gymllm_trainers.cli import train
 from gymllm_trainers.rewards import FunctionReward, RewardConfig, open_reward
 from gymllm_trainers.rewards.function import load_function
 
@@ -66,6 +67,16 @@ def test_what_is_not_there_is_said(module: str) -> None:
         load_function("rewards_of_nobody:f")
     with pytest.raises(ConfigError, match=r"broken_rewards can't be imported.*nothing_that"):
         load_function("broken_rewards:f")
+
+
+def test_a_run_says_it_before_a_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    flags = ["--reward.kind", "function", "--reward.function", "rewards_of_nobody:f"]
+    assert train([*flags, "--runs-dir", str(tmp_path / "runs"), "--metrics.wandb", "off"]) == 2
+    assert "rewards_of_nobody can't be imported" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.asyncio
