@@ -378,6 +378,6 @@ class Rollout:
             kinds = ", ".join(f"{kind} x{count}" for kind, count in self.failures.most_common(5))
             raise RunError(
                 f"{self._failed_in_a_row} groups in a row failed after {self._config.retries} retries "
-                f"each ({kinds}), the last with {reason.splitlines()[0]} Look at the failed "
-                f"trajectories of the run, or raise rollout.max_failed_groups."
+                f"each ({kinds}), the last with {reason.splitlines()[0].rstrip('.')}. Look at the "
+                f"failed trajectories of the run, or raise rollout.max_failed_groups."
             )

@@ -192,7 +192,9 @@ def test_all_examples_come_before_any_comes_again() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_imitates_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_imitates_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """gymllm-train on the trajectories of a run before it: the loss falls, and a model is written."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     same = "--warm-start.no-enabled --warm-start.vocab-size 300 --env.kwargs.size 2"
@@ -204,7 +206,9 @@ def test_a_run_imitates_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sum(1 for file in folder.glob("*.jsonl") for _ in read_jsonl(file)) >= 4
     second = "--name imitated --algorithm.preset sft --steps 8 --supervised.examples-per-step 4"
     second += f" --supervised.files {folder} --optimizer.learning-rate 1e-2 --checkpoint.every 3"
+    second += " --checkpoint.keep-best 1 --checkpoint.best-metric=-learner/los"
     assert train([*same.split(), *second.split()]) == 0
+    assert "Unknown metric 'learner/los'. Did you mean learner/loss" in capsys.readouterr().err
     losses = [
         record["learner/loss"] for record in read_metrics(tmp_path / "imitated/metrics.jsonl")
     ]
@@ -212,5 +216,7 @@ def test_a_run_imitates_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert losses[-1] < 0.9 * losses[0]
     assert (tmp_path / "imitated" / "model" / "config.json").is_file()
     again = ["--resume", str(tmp_path / "imitated"), "--steps", "9"]
+    again.append("--checkpoint.best-metric=-learner/loss")
     assert train(again) == 0
+    assert "Unknown metric" not in capsys.readouterr().err
     assert len(read_metrics(tmp_path / "imitated/metrics.jsonl")) == 9

@@ -638,6 +638,11 @@ def _checkpoint(session: _Session, progress: _Progress, *, wait: bool = True) ->
         files=session.checkpoint_files,
         wait=wait,
     )
+    kept = session.config.checkpoint
+    best = kept.best_metric.removeprefix("-")
+    if kept.keep_best and progress.metrics and best not in progress.metrics:
+        hint = "Without checkpoint.best_metric none is kept as the best; --resume can set another."
+        warn(str(UnknownNameError("metric", best, progress.metrics, hint)))
 
 
 def _try_checkpoint(session: _Session, progress: _Progress) -> None:
