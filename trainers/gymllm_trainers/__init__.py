@@ -2,7 +2,7 @@
 
     models/                 the decoder; folders, GGUF files and LoRA adapters, read and written
     engine/                 the embedded engine: continuous batching, new weights between two steps
-    train.py, learner/      gymllm-train: rollouts, updates, publication; algorithms/, packing.py, optimizer.py
+    train.py, learner/      gymllm-train: rollouts, updates, publication; algorithms/, optimizer.py
     evaluate.py             gymllm-eval: any model on any environment
     serve/                  gymllm-serve: the engine for other programs, over HTTP
     config.py, cli.py       settings, and the command lines
