@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from jax.sharding import AbstractMesh
 from gymllm.errors import ConfigError, MissingExtraError, UnknownNameError
 from gymllm_trainers.cli import train
 from gymllm_trainers.config import load_config
-from gymllm_trainers.models.sharding import MESH_AXES
+from gymllm_trainers.models.sharding import MESH_AXES, param_shardings
 from gymllm_trainers.plan import SHAPES
 from gymllm_trainers.plan_chips import TPUS, parse_topology, take_topology
 from gymllm_trainers.plan_estimate import (
@@ -271,6 +273,16 @@ def test_a_gpu_is_planned_by_arithmetic(tmp_path: Path, capsys: pytest.CaptureFi
     for part in ("fsdp 4; 4 rows of 2,048", "MFU at most", "nothing is compiled for a GPU"):
         assert part in said
     assert "--learner.rows 8 --learner.row-tokens 2048: " in said
+
+
+def test_a_plan_leaves_the_log_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(["--model.name", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+    with caplog.at_level(logging.WARNING):
+        plan_for(config, "gpu:8xA100", programs=())
+        assert not caplog.records, "meshes that are only tried are no news"
+        shape = replace(SHAPES["HuggingFaceTB/SmolLM2-135M-Instruct"], vocab_size=322)
+        param_shardings(shape, AbstractMesh((1, 1, 3, 1, 1), MESH_AXES))
+    assert "kept whole" in caplog.text
 
 
 def test_settings_that_can_not_be_used_there_are_said(tmp_path: Path) -> None:

@@ -271,6 +271,8 @@ def test_two_processes_read_their_parts_and_write_one_model(tmp_path: Path) -> N
 
 def test_every_parameter_has_a_place() -> None:
     for name in sorted(path.parent.name for path in FIXTURES.glob("*/config.json")):
+        if name.endswith("_reward"):
+            continue  # with a score head
         config = load_model(FIXTURES / name).config
         params = nnx.to_pure_dict(
             nnx.state(nnx.eval_shape(lambda c=config: random_decoder(c, seed=0)))

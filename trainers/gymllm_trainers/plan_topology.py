@@ -18,6 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,16 +123,15 @@ def plan_for(
             f"--plan {topology} needs the model's shape, and model.name {config.model.name!r} is neither a "
             "folder, a .gguf file nor known here. Give a folder with its config.json."
         )
-    # Meshes by the hundred are tried: what some of them keep whole is no news.
-    logging.getLogger("gymllm_trainers.models.sharding").setLevel(logging.ERROR)
     work = work_of(config, shape)
     engine_bytes = _engine_bytes(config, shape)
     devices = target.devices - config.mesh.engine_devices
     shared = 0.0 if config.mesh.engine_devices else engine_bytes
-    own, refused = _own(config, work, target, devices)
     suggestions: list[Estimate] = []
-    if target.chip.memory_bytes:
-        suggestions = best_layouts(work, target.chip, devices, held_bytes=shared)
+    with _without_sharding_news():
+        own, refused = _own(config, work, target, devices)
+        if target.chip.memory_bytes:
+            suggestions = best_layouts(work, target.chip, devices, held_bytes=shared)
     found: dict[str, dict[str, Any]] = {}
     compiled = own or next(iter(suggestions), None)
     wanted = ("gradient", "step", "score", "engine") if programs is None else programs
@@ -146,6 +147,18 @@ def plan_for(
         compiled=compiled,
         programs=found,
     )
+
+
+@contextmanager
+def _without_sharding_news() -> Iterator[None]:
+    """Meshes by the hundred are tried: what some of them keep whole is no news."""
+    logger = logging.getLogger("gymllm_trainers.models.sharding")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def work_of(config: TrainConfig, shape: DecoderConfig) -> Work:
