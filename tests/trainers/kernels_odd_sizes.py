@@ -137,7 +137,7 @@ def run_trunks(loaded: Kernels) -> None:
             pick[: len(indices)] = indices
             part = rng.normal(size=(2, 90, 2, 7, head))
             cache = PagedCache(*(jnp.asarray(part, jnp.float32).astype(dtype) for _ in range(2)))
-            forward = jax.jit(programs._forward_of(layout))
+            forward = jax.jit(programs.forward_of(layout))
             out, _ = forward(jax.tree.leaves(state), cache, packed, np.zeros(40, np.int32))
             out.block_until_ready()
 

@@ -120,7 +120,7 @@ def make_forward(
     assert programs._whole == whole
     layout, leaves = StepLayout.of(SIZES, *shape), jax.tree.leaves(state)
     packed, previous = np.zeros(layout.size, np.int32), np.zeros(SIZES.slots, np.int32)
-    program = jax.jit(programs._forward_of(layout))
+    program = jax.jit(programs.forward_of(layout))
     pages = new_cache(decoder.config, cache)
     return compile_ahead(program, leaves, pages, packed, previous), leaves
 

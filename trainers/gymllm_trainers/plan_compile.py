@@ -314,7 +314,7 @@ def _engine(config: TrainConfig, shape: DecoderConfig, devices: list[Device]) ->
         jax.ShapeDtypeStruct((engine.slots,), np.int32, sharding=whole),
     )
     program = jax.jit(
-        programs._forward_of(layout), donate_argnums=(1,), out_shardings=(whole, pages)
+        programs.forward_of(layout), donate_argnums=(1,), out_shardings=(whole, pages)
     )
     return _Lowered(program, arguments, {"weights": state, "KV pages": cache}, mesh)
 

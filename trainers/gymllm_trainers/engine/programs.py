@@ -113,7 +113,7 @@ class Programs:
         for (rows, blocks), layout in self._layouts.items():
             log(f"engine step {rows} + {blocks} x {layout.block}")
             forward = jax.jit(
-                self._forward_of(layout),
+                self.forward_of(layout),
                 donate_argnums=(1,),
                 out_shardings=None if whole is None else (whole, laid_out),
             )
@@ -265,7 +265,9 @@ class Programs:
         tensor = "tensor" if heads % self._mesh.shape.get("tensor", 1) == 0 else None
         return NamedSharding(self._mesh, PartitionSpec(None, None, tensor))
 
-    def _forward_of(self, layout: StepLayout) -> Callable[..., tuple[Array, PagedCache]]:
+    def forward_of(self, layout: StepLayout) -> Callable[..., tuple[Array, PagedCache]]:
+        """A step of this layout, to be jitted: (weights' leaves, cache, packed inputs int32 [layout.size],
+        previous tokens int32 [slots]) to (hidden states of what is sampled from [S, D], cache)."""
         if self._whole:
             return self._trunk_of(layout)
         kernels, rows = self._kernels, layout.rows
@@ -365,7 +367,7 @@ class Programs:
         return forward
 
     def _burst_of(self, layout: StepLayout) -> Callable[..., tuple[Array, Array, PagedCache]]:
-        forward = self._forward_of(layout)
+        forward = self.forward_of(layout)
 
         def burst(
             leaves: list[Array],
