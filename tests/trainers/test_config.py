@@ -79,6 +79,22 @@ def test_arguments_of_the_environment_are_flags_of_their_own(tmp_path):
         load_config(["--env.kwargs.size", "--steps", "3"])
 
 
+def test_options_of_the_optimizer_and_of_the_template_are_flags_of_their_own(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("optimizer:\n  name: sgd\n  kwargs: {momentum: 0.5}\n")
+    flags = ["--optimizer.kwargs.momentum", "0.9", "--optimizer.kwargs.nesterov=true"]
+    config = load_config(["--config", str(file), *flags])
+    assert config.optimizer.kwargs == {"momentum": 0.9, "nesterov": True}
+    config = load_config(["--agent.template-variables.enable-thinking", "false"])
+    assert config.agent.template_variables == {"enable_thinking": False}
+    with pytest.raises(
+        ConfigError, match=r"needs a value, as in --optimizer\.kwargs\.momentum 0\.9"
+    ):
+        load_config(["--optimizer.kwargs.momentum"])
+    with pytest.raises(ConfigError, match=r"needs a value"):
+        load_config(["--optimizer.kwargs.", "0.9"])
+
+
 def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("rollout:\n  group_sise: 4\n")
@@ -106,6 +122,23 @@ def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
         (["--optimizer.name", "adamW"], "adamw"),
         (["--learner.row-tokens", "383"], "learner.row_tokens is 383, but an episode may have"),
         (["--learner.mini-batches", "9"], "learner.mini_batches is 9, but a batch has only 4"),
+        (["--supervised.files", "a.jsonl"], "supervised.files is a.jsonl, but algorithm.preset is"),
+        (
+            ["--algorithm.preset", "best_of_n", "--algorithm.keep-best", "9"],
+            "algorithm.keep_best is 9, but a group has only rollout.group_size = 8",
+        ),
+        (["--learner.deterministic"], "Set rollout.max_lag 0 too"),
+        (["--mesh.engine-devices", "2"], "set it to 1, or to 0"),
+        (
+            ["--optimizer.kwargs.momentun", "0.9", "--optimizer.name", "sgd"],
+            "Did you mean momentum",
+        ),
+        (["--optimizer.kwargs.learning-rate", "0.1"], "set optimizer.learning_rate instead"),
+        (
+            ["--optimizer.name", "sgd", "--optimizer.weight-decay", "0.1"],
+            "sgd has no such argument",
+        ),
+        (["--reward.weight", "2"], "reward.weight is 2.0, but reward.kind is environment"),
         (["--steps"], "--steps"),
         (["stray"], "stray"),
     ],
@@ -119,6 +152,96 @@ def test_mistake_in_a_flag_ends_with_code_2_and_says_what_would_do(capsys, argum
     error = capsys.readouterr().err
     assert said in re.sub(r"[\s│]+", " ", error)
     assert "Traceback" not in error
+
+
+def test_what_a_file_says_may_only_go_together_with_a_flag(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "supervised:\n  files: [a.jsonl]\nlearner:\n  epochs: 1\n  deterministic: true\n"
+    )
+    with pytest.raises(ConfigError, match=r"supervised\.files is a\.jsonl"):
+        load_config(["--config", str(file)])
+    assert load_config(["--config", str(file), "--algorithm.preset", "sft"]).supervised.files
+    config = load_config(["--config", str(file), "--supervised.files", "--rollout.max-lag", "0"])
+    assert (config.supervised.files, config.learner.deterministic) == ((), True)
+
+
+SFT = ("--algorithm.preset", "sft", "--supervised.files", "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("--learner.reference-on-host",),
+            r"reference_on_host has no effect: algorithm\.kl_coef is 0",
+        ),
+        (
+            (
+                *("--learner.reference-on-host", "--algorithm.kl-coef", "0.1"),
+                *("--model.lora-rank", "4"),
+            ),
+            r"reference_on_host has no effect: with adapters",
+        ),
+        (("--model.lora-alpha", "16"), r"lora_alpha has no effect while model\.lora_rank is 0"),
+        (("--model.name", "m", "--warm-start.skill", "0.5"), r"warm_start\.skill has no effect"),
+        (("--engine.pages", "900", "--engine.cache-mb", "9"), r"cache_mb has no effect"),
+        (("--supervised.min-reward", "1"), r"supervised\.min_reward has no effect: it is for"),
+        (("--checkpoint.best-metric", "episode/turns"), r"best_metric has no effect while"),
+        (
+            ("--optimizer.schedule", "constant", "--optimizer.final-rate", "0.5"),
+            r"final_rate has no effect: optimizer\.schedule is constant",
+        ),
+        (("--optimizer.warmup-steps", "40"), r"warmup_steps is 40, and the run takes 40"),
+        (
+            ("--algorithm.clip-high", "0.3", "--algorithm.clip-low", "0.1"),
+            r"clip_low, algorithm\.clip_high has no effect: with one optimizer step",
+        ),
+        (
+            ("--algorithm.preset", "ppo", "--algorithm.value-clip", "0.1"),
+            r"value_clip has no effect with one optimizer step",
+        ),
+        (
+            ("--algorithm.preset", "ppo", "--learner.max-flat-groups", "3"),
+            r"max_flat_groups has no effect: algorithm\.zero_variance is keep",
+        ),
+        (
+            (
+                *SFT,
+                "--rollout.group-size",
+                "4",
+                "--reward.kind",
+                "function",
+                "--reward.function",
+                "a:b",
+            ),
+            r"rollout\.group_size, reward\.kind, reward\.function has no effect: .*no episodes",
+        ),
+        ((*SFT, "--mesh.engine-devices", "1"), r"keeps 1 of the devices idle"),
+    ],
+)
+def test_a_setting_without_an_effect_on_what_is_learnt_is_remarked_on(capsys, arguments, said):
+    load_config(arguments)
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        SFT,
+        ("--learner.deterministic", "--rollout.max-lag", "0"),
+        ("--algorithm.clip-high", "0.3", "--learner.epochs", "2"),
+        ("--algorithm.clip-high", "0.3", "--algorithm.correction", "off"),
+        ("--algorithm.preset", "dppo", "--algorithm.clip-high", "0.3"),
+        ("--algorithm.preset", "best_of_n", "--algorithm.keep-best", "8"),
+        ("--learner.reference-on-host", "--algorithm.kl-coef", "0.1"),
+        ("--model.lora-rank", "4", "--model.lora-alpha", "16"),
+    ],
+)
+def test_settings_that_have_one_are_not(capsys, arguments):
+    load_config(arguments)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import re
 import time
@@ -24,17 +23,11 @@ from gymllm.errors import ConfigError, RunError
 from gymllm.registration import check_id
 from gymllm.rollout import RolloutConfig
 from gymllm_trainers.algorithms.config import AlgorithmConfig
-from gymllm_trainers.algorithms.resolve import resolve
 from gymllm_trainers.build import EnvSettings
-from gymllm_trainers.config_files import (
-    flatten,
-    merge,
-    parse_scalar,
-    read_yaml,
-    to_mapping,
-    to_yaml,
-)
+from gymllm_trainers.config_checks import check_together, draft, without_effect
+from gymllm_trainers.config_files import flatten, merge, read_yaml, to_yaml
 from gymllm_trainers.engine import EngineConfig
+from gymllm_trainers.flags import check_sections, take_env_kwargs, take_free, take_players
 from gymllm_trainers.learner import LearnerConfig
 from gymllm_trainers.mesh import MeshConfig
 from gymllm_trainers.metrics import WandbMode
@@ -42,7 +35,7 @@ from gymllm_trainers.models.decoder import RematPolicy
 from gymllm_trainers.optimizer import OptimizerConfig
 from gymllm_trainers.players import AgentSettings, PlayerSettings
 from gymllm_trainers.rewards.config import RewardConfig
-from gymllm_trainers.run_folder import RunFolder
+from gymllm_trainers.run_folder import RunFolder, warn
 from gymllm_trainers.supervised import SupervisedConfig
 from gymllm_trainers.warm_start import WarmStartConfig
 
@@ -159,31 +152,8 @@ class TrainConfig:
             raise ConfigError(f"steps must be >= 1, got {self.steps}.")
         if self.seed < 0:
             raise ConfigError(f"seed must be >= 0, got {self.seed}.")
-        alone = self.mesh.engine_devices
-        if alone and alone != self.engine.tensor * self.engine.replicas:
-            raise ConfigError(
-                f"mesh.engine_devices is {alone}, but engine.tensor ({self.engine.tensor}) times "
-                f"engine.replicas ({self.engine.replicas}) devices are used: set it to that, or to 0 to "
-                "train on them too."
-            )
-        row, context = self.learner.row_tokens, self.engine.context_length
-        if 0 < row < context:
-            raise ConfigError(
-                f"learner.row_tokens is {row}, but an episode may have engine.context_length ({context}) "
-                "tokens, and a row must hold it: raise the one, or lower the other."
-            )
-        algorithm = resolve(self.algorithm, updates=self.learner.updates)
-        if algorithm.preset == "sft" and self.learner.updates > 1:
-            raise ConfigError(
-                "algorithm.preset sft goes over its examples again by itself, until steps are done: leave "
-                f"learner.epochs ({self.learner.epochs}) and learner.mini_batches "
-                f"({self.learner.mini_batches}) at 1."
-            )
+        check_together(self)
 
-
-_KWARGS_FLAGS = ("--env.kwargs.", "--env-kwargs.")
-"""gymllm-train's own spelling and gymllm-eval's; both programs take both."""
-_PLAYERS_FLAG = "--players."
 
 FIXED_ON_RESUME = (
     "name",
@@ -259,35 +229,54 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     first.add_argument("--config", type=Path)
     first.add_argument("--resume", type=Path)
     files, _ = first.parse_known_args(list(argv))
+    with draft():
+        config, saved = _put_together(argv, files.config, files.resume)
+    check_together(config)
+    check_id(config.env.id)  # before a folder is made for a run that can't start
+    if saved is not None:
+        _check_resumable(saved, config)
+    for remark in without_effect(config):
+        warn(remark)
+    return config
+
+
+def _put_together(
+    argv: Sequence[str], file: Path | None, resume: Path | None
+) -> tuple[TrainConfig, TrainConfig | None]:
+    """The configuration, and the one that the resumed run was saved with."""
     base = TrainConfig()
     saved: TrainConfig | None = None
-    if files.resume is not None:
-        if files.config is not None:
+    if resume is not None:
+        if file is not None:
             raise ConfigError(
                 "--resume goes on with the run's own configuration: leave out --config, and give "
                 "what should change as flags."
             )
-        saved = merge(base, _read(RunFolder.open(files.resume).config))
-        base = dataclasses.replace(saved, resume=files.resume)
-    elif files.config is not None:
-        base = merge(base, _read(files.config))
+        saved = merge(base, _read(RunFolder.open(resume).config))
+        base = dataclasses.replace(saved, resume=resume)
+    elif file is not None:
+        base = merge(base, _read(file))
         if base.resume is not None:
-            raise ConfigError(f"{files.config} sets resume: give --resume on the command line.")
+            raise ConfigError(f"{file} sets resume: give --resume on the command line.")
     arguments, kwargs = take_env_kwargs(argv)
+    arguments, options, variables = take_free(arguments)
     arguments, players = take_players(arguments, base.players)
-    base = merge(base, {"env": {"kwargs": {**base.env.kwargs, **kwargs}}, "players": players})
-    _check_sections(arguments, base)
+    free: dict[str, object] = {
+        "env": {"kwargs": {**base.env.kwargs, **kwargs}},
+        "optimizer": {"kwargs": {**base.optimizer.kwargs, **options}},
+        "agent": {"template_variables": {**base.agent.template_variables, **variables}},
+        "players": players,
+    }
+    base = merge(base, free)
+    check_sections(arguments, base)
     config = tyro.cli(
         _CommandLine,
         args=arguments,
-        default=_CommandLine(config=files.config, train=base),
+        default=_CommandLine(config=file, train=base),
         prog="gymllm-train",
         description=_DESCRIPTION,
     ).train
-    check_id(config.env.id)  # before a folder is made for a run that can't start
-    if saved is not None:
-        _check_resumable(saved, config)
-    return config
+    return config, saved
 
 
 def _read(path: Path) -> Mapping[str, object]:
@@ -360,81 +349,6 @@ def default_name(config: TrainConfig, now: time.struct_time | None = None) -> st
     env = re.sub(r"-v\d+$", "", env).lower()
     env = re.sub(r"[^a-z0-9._-]", "-", env).strip("-._") or "run"
     return f"{env}-{time.strftime('%m%d-%H%M%S', now or time.localtime())}"
-
-
-def take_env_kwargs(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
-    """Takes `--env.kwargs.key value` out: tyro knows only the keys that are there already.
-
-    Returns:
-        The other arguments, and the environment's by key, each as a YAML file would hold it.
-
-    Raises:
-        ConfigError: A flag has no value.
-    """
-    rest: list[str] = []
-    kwargs: dict[str, object] = {}
-    words = iter(argv)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if not flag.startswith(_KWARGS_FLAGS):
-            rest.append(word)
-            continue
-        if not equals:
-            value = next(words, "--")
-        if value.startswith("--"):
-            raise ConfigError(f"{flag} needs a value, as in --env.kwargs.size 5.")
-        # The prefixes are of one length.
-        key = flag[len(_KWARGS_FLAGS[0]) :].replace("-", "_")
-        kwargs[key] = parse_scalar(value)
-    return rest, kwargs
-
-
-def take_players(
-    argv: Sequence[str], before: Mapping[str, PlayerSettings]
-) -> tuple[list[str], dict[str, object]]:
-    """Takes `--players.NAME.SETTING value` out, as `take_env_kwargs` does.
-
-    Returns:
-        The other arguments, and the players: those before, with what the flags say, as in a YAML file.
-
-    Raises:
-        ConfigError: A flag has no value, or no setting.
-    """
-    rest: list[str] = []
-    players = {name: to_mapping(settings) for name, settings in before.items()}
-    words = iter(argv)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if not flag.startswith(_PLAYERS_FLAG):
-            rest.append(word)
-            continue
-        if not equals:
-            value = next(words, "--")
-        name, _, setting = flag.removeprefix(_PLAYERS_FLAG).rpartition(".")
-        if value.startswith("--") or not name:
-            raise ConfigError(
-                f"{flag} needs a player, a setting and a value, as in --players.player_1.engine frozen."
-            )
-        players.setdefault(name, {})[setting.replace("-", "_")] = parse_scalar(value)
-    return rest, dict(players)
-
-
-def _check_sections(argv: Sequence[str], config: TrainConfig) -> None:
-    """Answers a flag that lacks its section; every other mistake is left to tyro, which says more."""
-    known = {path.replace("_", "-") for path in flatten(config)}
-    top = {path.partition(".")[0] for path in known} | {"config", "help"}
-    by_setting: dict[str, list[str]] = {}
-    for path in sorted(path for path in known if "." in path):
-        by_setting.setdefault(path.rpartition(".")[2], []).append(f"--{path}")
-    for word in argv:
-        flag = word.partition("=")[0].replace("_", "-")
-        name = flag.removeprefix("--")
-        if flag == name or "." in name or difflib.get_close_matches(name, top, n=1, cutoff=0.75):
-            continue
-        close = difflib.get_close_matches(name, by_setting, n=2, cutoff=0.75)
-        if close:
-            meant = " or ".join(path for setting in close for path in by_setting[setting])
-            raise ConfigError(f"Unknown flag {flag}. Did you mean {meant}?")
 
 
 def _check_resumable(saved: TrainConfig, config: TrainConfig) -> None:

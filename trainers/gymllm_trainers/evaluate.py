@@ -36,9 +36,10 @@ from gymllm_agents import Tokenizer, train_tokenizer
 from gymllm_trainers.build import EnvSettings, open_pool, task_source
 from gymllm_trainers.checkpoint import Checkpointer
 from gymllm_trainers.compilation import use_compilation_cache
-from gymllm_trainers.config import TrainConfig, take_env_kwargs, take_players
+from gymllm_trainers.config import TrainConfig
 from gymllm_trainers.config_files import merge, parse_scalar, read_yaml
 from gymllm_trainers.engine import EngineConfig, open_engine
+from gymllm_trainers.flags import take_env_kwargs, take_players
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.learner import Learner
 from gymllm_trainers.models import Decoder, LoadedModel, load_model
@@ -52,8 +53,8 @@ from gymllm_trainers.players import (
 )
 from gymllm_trainers.report import format_seconds
 from gymllm_trainers.run_folder import LineFile, RunFolder, write_atomically
+from gymllm_trainers.starting_model import TINY, policy_decoder, warm_start_folder
 from gymllm_trainers.toolbox import Toolbox, open_tools
-from gymllm_trainers.train import TINY, policy_decoder, warm_start_folder
 
 SCRIPTED = "scripted"
 OPENAI = "openai:"

@@ -68,7 +68,8 @@ class OptimizerConfig:
     kwargs: Mapping[str, bool | int | float | str] = field(
         default_factory=dict[str, "bool | int | float | str"]
     )
-    """Other arguments of the optimizer, by optax's names, such as momentum for sgd."""
+    """Other arguments of the optimizer, by optax's names, such as momentum for sgd:
+    --optimizer.kwargs.momentum 0.9."""
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf:
@@ -91,7 +92,31 @@ class OptimizerConfig:
                 f"({', '.join(_MOMENTS)}), got optimizer.name {self.name}. Leave state_dtype at float32, "
                 "or choose one of these."
             )
+        for name in self.kwargs:
+            if name in self.__dataclass_fields__:
+                raise ConfigError(
+                    f"optimizer.kwargs.{name} is {self.kwargs[name]!r}, but that is a setting itself: set "
+                    f"optimizer.{name} instead."
+                )
         _factory(self)
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Refuses settings that the optimizer of that name doesn't take; makes nothing.
+
+    Raises:
+        ConfigError: There is one; says what it takes.
+    """
+    factory = _factory(config)
+    _settings(config, factory)
+    parameters = inspect.signature(factory).parameters
+    free = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    takes = [name for name in parameters if name not in OptimizerConfig.__dataclass_fields__]
+    for name in config.kwargs:
+        if name not in parameters and not free:
+            raise UnknownNameError(
+                f"argument of optimizer.name {config.name}, optimizer.kwargs", name, takes
+            )
 
 
 def make_optimizer(
@@ -204,7 +229,7 @@ def _settings(config: OptimizerConfig, factory: Factory) -> dict[str, object]:
         place = f"adam_{name}" if config.name == "muon" and name in ("b1", "b2") else name
         if place in takes:
             settings[place] = value
-        elif value != defaults[name].default and name not in config.kwargs:
+        elif value != defaults[name].default:
             raise ConfigError(
                 f"optimizer.{name} is {value}, and {config.name} has no such argument. Leave it out; what "
                 f"{config.name} takes is {', '.join(list(takes)[1:])}, as optimizer.kwargs."

@@ -148,6 +148,8 @@ def test_parts_that_do_not_go_together_are_refused(settings, reason: str) -> Non
         ({"kl_form": "k2"}, "kl_coef is > 0"),
         ({"aggregation_tokens": 5}, "aggregation is token_sum_constant"),
         ({"preset": "sft", "overlong_buffer": 0.1}, "preset is not sft"),
+        ({"preset": "sft", "overlong_filter": "all"}, "preset is not sft"),
+        ({"preset": "sft", "zero_variance": "refill"}, "preset is not sft"),
         ({"overlong_limit": 100}, "overlong_buffer is > 0"),
         ({"overlong_weight": 2.0}, "overlong_buffer is > 0"),
         ({"gamma": 0.9}, "gae, gigpo or turn"),

@@ -70,6 +70,7 @@ _sapo = _Use(lambda a: a.loss == "sapo", "loss is sapo")
 _gae = _Use(lambda a: a.advantage == "gae", "advantage is gae")
 _best = _Use(lambda a: a.preset == "best_of_n", "preset is best_of_n")
 _overlong = _Use(lambda a: a.overlong_buffer > 0, "overlong_buffer is > 0")
+_played = _Use(lambda a: a.preset != "sft", "episodes are played: preset is not sft")
 _USES: dict[str, _Use] = {
     "clip_low": _clipped,
     "clip_high": _clipped,
@@ -87,7 +88,9 @@ _USES: dict[str, _Use] = {
     "aggregation_tokens": _Use(
         lambda a: a.aggregation == "token_sum_constant", "aggregation is token_sum_constant"
     ),
-    "overlong_buffer": _Use(lambda a: a.preset != "sft", "there are rewards: preset is not sft"),
+    "overlong_buffer": _played,
+    "overlong_filter": _played,
+    "zero_variance": _played,
     "overlong_limit": _overlong,
     "overlong_weight": _overlong,
     "gamma": _Use(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -86,15 +87,26 @@ class RewardConfig:
 
     def _check_used(self) -> None:
         """Refuses a setting that another kind has: it would be ignored without a word."""
+        scored = ("function", "judge", "model")
         kinds = {
             "function": ("function",),
             "model": ("judge", "model"),
             "url": ("judge",),
             "question": ("judge",),
+            "answer": ("judge",),
+            "max_new_tokens": ("judge",),
+            "tries": ("judge",),
+            "weight": scored,
+            "combine": scored,
+            "timeout_s": scored,
+            "rows": ("model",),
+            "row_tokens": ("model",),
         }
-        for name, own in kinds.items():
-            if getattr(self, name) and self.kind not in own:
+        for field in dataclasses.fields(self):
+            own = kinds.get(field.name)
+            value = getattr(self, field.name)
+            if own is not None and value != field.default and self.kind not in own:
                 raise ConfigError(
-                    f"reward.{name} is {getattr(self, name)!r}, but reward.kind is {self.kind}; it is for "
+                    f"reward.{field.name} is {value!r}, but reward.kind is {self.kind}; it is for "
                     f"{' and '.join(own)}. Set reward.kind, or leave it out."
                 )
