@@ -27,6 +27,7 @@ from gymllm.errors import (
 )
 from gymllm.transcripts import read_jsonl
 from gymllm_trainers import cli
+from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.interrupt import ends_on_interrupt
 
 
@@ -382,3 +383,27 @@ def test_what_is_compiled_is_kept_for_the_next_start(capsys, command):
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     assert "/nowhere/model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["gymllm_trainers", "gymllm_trainers.cli"])
+def test_the_module_is_the_trainer_too(module):
+    command = [sys.executable, "-m", module, "--steps", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "steps must be >= 1, got 0" in done.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence_and_none(tmp_path, capsys):
+    (tmp_path / "file").write_text("in its place")
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        for told, folder in ((None, tmp_path / "file"), (str(tmp_path / "file" / "in"), None)):
+            jax.config.update("jax_compilation_cache_dir", told)
+            use_compilation_cache(folder)
+            assert jax.config.values["jax_compilation_cache_dir"] is None
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1
+            assert "can't be kept in" in said
+            assert "JAX_COMPILATION_CACHE_DIR" in said
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

@@ -6,6 +6,7 @@ Run as a script it is the process with eight devices: JAX takes their number whe
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from gymllm_trainers.mesh import (
     open_mesh,
     place_decoder,
     rows_for,
+    sizes_for,
     split_devices,
     state_layout,
 )
@@ -200,17 +202,52 @@ def test_settings_that_make_no_mesh_are_refused(settings: dict[str, int], messag
         MeshConfig(**settings)
 
 
-def test_sizes_that_do_not_multiply_to_the_devices_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tensor=2, .* doesn't fit 1 devices"):
-        open_mesh(MeshConfig(tensor=2), jax.devices()[:1])
+@pytest.mark.parametrize(
+    ("settings", "devices", "message"),
+    [
+        ({"tensor": 2}, 1, "mesh.tensor 2 takes a multiple of 2 devices, but the trainer has 1. The nearest "
+         "mesh that works: --mesh.tensor 1."),
+        ({"data": 3}, 8, "mesh.data 3 takes a multiple of 3 devices, but the trainer has 8. The nearest "
+         "mesh that works: --mesh.data 4."),
+        ({"data": 3, "fsdp": 1}, 8, "takes 3 devices, but the trainer has 8. The nearest mesh that works: "
+         "--mesh.data 4 --mesh.fsdp 2."),
+        ({"fsdp": 1}, 8, "all 1 takes 1 device, but the trainer has 8. The nearest mesh that works: "
+         "--mesh.fsdp 8."),
+        ({"fsdp": 4, "tensor": 4}, 8, "mesh.fsdp 4 x mesh.tensor 4 takes 16 devices"),
+        ({"fsdp": -1, "tensor": 6, "data": 3}, 64, "--mesh.data 4 --mesh.tensor 8."),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_the_devices_are_answered_with_the_nearest_that_do(
+    settings: dict[str, int], devices: int, message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        sizes_for(MeshConfig(**settings), devices)
+    assert message in str(raised.value)
+    flags = str(raised.value).partition("works: ")[2].rstrip(".").replace("--mesh.", "").split()
+    near = dict(zip(flags[::2], map(int, flags[1::2]), strict=True))
+    sizes = sizes_for(MeshConfig(**(settings | near)), devices)  # the answer works
+    assert math.prod(sizes.values()) == devices
+
+
+def test_a_cpu_is_told_how_to_have_more_devices() -> None:
+    with pytest.raises(
+        ConfigError, match=r"XLA_FLAGS=--xla_force_host_platform_device_count=3 makes 3"
+    ):
+        open_mesh(MeshConfig(data=3), jax.devices("cpu")[:1])
 
 
 def test_the_engine_takes_the_first_devices_and_leaves_some() -> None:
     devices = [*"abcd"]
     shares = split_devices(MeshConfig(engine_devices=1), devices)  # type: ignore[arg-type]  # any will do
     assert shares == ([*"bcd"], [*"a"])
-    with pytest.raises(ConfigError, match=r"engine_devices=4 leaves none of 4 devices .* most 3"):
+    with pytest.raises(
+        ConfigError, match=r"engine_devices is 4, .* only 4 devices, .* most 3, or to 0"
+    ):
         split_devices(MeshConfig(engine_devices=4), devices)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"only 1 device, .* left for training\. Set it to 0, which"
+    ):
+        split_devices(MeshConfig(engine_devices=1), devices[:1])  # type: ignore[arg-type]
 
 
 def test_devices_that_the_engine_does_not_use_are_not_kept_for_it() -> None:

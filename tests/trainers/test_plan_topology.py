@@ -293,14 +293,19 @@ def test_settings_that_can_not_be_used_there_are_said(tmp_path: Path) -> None:
     assert found.suggestions
 
 
-def test_a_mesh_that_is_refused_is_no_want_of_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("topology", ["cpu:8", "gpu:8"])
+def test_a_mesh_that_is_refused_is_answered_with_others_and_a_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], topology: str
 ) -> None:
-    assert train(["--plan", "cpu:8", *flags(tmp_path), "--mesh.tensor", "3"]) == 0
-    said = capsys.readouterr().out
-    assert "tensor 3" in said
-    assert "Nothing was compiled." in said
-    assert "fits" not in said
+    assert train(["--plan", topology, *flags(tmp_path), "--mesh.tensor", "3"]) == 1
+    said, error = capsys.readouterr()
+    assert f"can't start on {topology}: mesh.tensor 3 takes a multiple of 3 devices" in error
+    assert "The nearest mesh that works: --mesh.tensor 4." in error
+    assert "nan" not in said
+    suggested = [line.split(":")[0].split() for line in said.splitlines() if "  --mesh" in line]
+    assert suggested
+    for flag in suggested:  # each is one that the planner takes
+        assert plan_for(load_config([*flags(tmp_path), *flag]), topology, programs=()).own
 
 
 def test_a_model_of_unknown_shape_is_refused() -> None:

@@ -155,3 +155,7 @@ def _known(error: BaseException) -> GymLLMError | None:
         if known and all(inner is not None for inner in known):
             return known[0]
     return None
+
+
+if __name__ == "__main__":
+    raise SystemExit(train())  # as `python -m gymllm_trainers`

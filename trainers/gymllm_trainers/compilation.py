@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import platformdirs
+
+from gymllm_trainers.run_folder import warn
 
 _QUICK_ON_CPU = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
 """Compile in less than half the time; what they make runs as fast, because the time goes to matrix
@@ -34,10 +38,33 @@ def compile_ahead(program: Any, *arguments: Any, quick: bool = True) -> Any:
         return lowered.compile()
 
 
-def use_compilation_cache(folder: Path | None = None) -> None:
-    """Keeps compiled programs in `folder` (default: the user's cache), unless JAX was told where."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        folder = folder or Path(platformdirs.user_cache_dir("gymllm")) / "compiled"
+def use_compilation_cache(
+    folder: Path | None = None, *, warn: Callable[[str], None] = warn
+) -> None:
+    """Keeps compiled programs in `folder` (default: the user's cache), unless JAX was told where.
+
+    Where nothing can be written there, nothing is kept, and one sentence says so.
+
+    Args:
+        folder: Where.
+        warn: Told when it can't be used.
+    """
+    told = jax.config.values["jax_compilation_cache_dir"]
+    folder = Path(told or folder or Path(platformdirs.user_cache_dir("gymllm")) / "compiled")
+    if "://" in str(told or ""):
+        return  # a bucket, which JAX itself reaches
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        jax.config.update("jax_compilation_cache_dir", None)
+        warn(
+            f"compiled programs can't be kept in {folder} ({error.strerror}), so each start compiles anew: "
+            "set JAX_COMPILATION_CACHE_DIR to a folder that can be written."
+        )
+        return
+    if told is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         # Programs of the default run compile in about a second each; keep those too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -96,10 +96,73 @@ def open_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
         ConfigError: The sizes don't multiply to the devices that the engine leaves.
     """
     found, _ = split_devices(config, devices)
+    sizes = sizes_for(config, len(found), simulated=found[0].platform == "cpu")
     local = found[0].process_index == jax.process_index()
     if len(found) == 1 and local and all(size in (1, -1) for size in config.sizes.values()):
         return None
-    return make_mesh(**config.sizes, devices=found)
+    return make_mesh(**sizes, devices=found)
+
+
+def sizes_for(config: MeshConfig, devices: int, *, simulated: bool = False) -> dict[str, int]:
+    """Size of each axis on so many devices, the one that is -1 included.
+
+    Args:
+        config: Sizes, as they were set.
+        devices: How many the trainer has.
+        simulated: Whether they are a CPU's, of which there may be as many as one likes.
+
+    Raises:
+        ConfigError: The sizes don't multiply to `devices`; says the nearest that do.
+    """
+    sizes = config.sizes
+    fixed = {axis: size for axis, size in sizes.items() if size != -1}
+    product = math.prod(fixed.values())
+    if product == devices or (len(fixed) < len(sizes) and devices % product == 0):
+        return {axis: fixed.get(axis, devices // product) for axis in sizes}
+    large = [f"mesh.{axis} {size}" for axis, size in fixed.items() if size > 1]
+    shown = " x ".join(large) or "a mesh whose axes are all 1"
+    takes = "a multiple of " * (len(fixed) < len(sizes)) + _devices(product)
+    wrong = f"{shown} takes {takes}, but the trainer has {devices}"
+    near = _nearest(sizes, devices)
+    flags = " ".join(f"--mesh.{axis} {near[axis]}" for axis in sizes if near[axis] != sizes[axis])
+    hint = ""
+    if simulated:
+        count = product + config.engine_devices
+        hint = (
+            f" On a CPU, the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={count} "
+            f"makes {count} of it."
+        )
+    raise ConfigError(f"{wrong}. The nearest mesh that works: {flags}.{hint}")
+
+
+def _nearest(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
+    """The mesh of so many devices that changes the axes least, in proportion; -1 stays where it can."""
+    given = {axis: size for axis, size in sizes.items() if size != -1}
+    free = [axis for axis in sizes if axis not in given]
+    best: tuple[float, dict[str, int]] = (math.inf, dict(sizes))
+
+    def divide(left: int, axes: list[str], chosen: dict[str, int], change: float) -> None:
+        nonlocal best
+        if change >= best[0]:
+            return
+        if not axes:
+            if free or left == 1:
+                best = (change, {**chosen, **dict.fromkeys(free, -1)})
+            return
+        axis, *rest = axes
+        for size in range(1, left + 1):
+            if left % size == 0:
+                moved = abs(math.log(size / given[axis]))
+                divide(left // size, rest, {**chosen, axis: size}, change + moved)
+
+    # Of two that are as near the first stays: axes that were set come first, and what is left goes to `fsdp`.
+    order = ("tensor", "expert", "context", "data", "fsdp")
+    divide(devices, sorted(given, key=lambda axis: (given[axis] == 1, order.index(axis))), {}, 0.0)
+    return best[1]
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count != 1)}"
 
 
 def split_devices(
@@ -115,9 +178,11 @@ def split_devices(
     if not count:
         return found, []
     if count >= len(found):
+        shown, most = _devices(len(found)), len(found) - 1
+        lower = f"Set it to at most {most}, or to 0, " if most else "Set it to 0, "
         raise ConfigError(
-            f"mesh.engine_devices={count} leaves none of {len(found)} devices for training: set it to at "
-            f"most {len(found) - 1}, or to 0 to train on all."
+            f"mesh.engine_devices is {count}, but there {'is' if len(found) == 1 else 'are'} only {shown}, and "
+            f"none would be left for training. {lower}which trains on the engine's devices too."
         )
     return found[count:], found[:count]
 

@@ -276,7 +276,7 @@ def _sent(work: Work, layout: Layout, held: int, tokens: float) -> float:
 def best_layouts(
     work: Work, chip: Chip, devices: int, *, held_bytes: float = 0.0, count: int = 3
 ) -> list[Estimate]:
-    """Layouts that fit, the fastest first.
+    """Layouts that fit, the fastest first; where a device's figures aren't known, those that hold the least.
 
     Args:
         work: What is trained.
@@ -285,14 +285,21 @@ def best_layouts(
         held_bytes: What else each device holds, such as an engine's pages.
         count: How many at most.
     """
-    limit = FULLEST * chip.memory_bytes - held_bytes
+    limit = (FULLEST * chip.memory_bytes or math.inf) - held_bytes
+    timed = not math.isnan(chip.flops)
+
+    def worth(one: Estimate) -> tuple[float, ...]:
+        return (one.step_s, one.links_s, one.bytes) if timed else (one.bytes,)
+
     found: list[Estimate] = []
     for mesh in _meshes(work.model, devices):
         fitting = [one for one in _layouts_of(work, mesh, chip) if one.bytes <= limit]
         # The largest micro-batch that fits gathers weights the least often.
         if fitting:
-            found.append(min(fitting, key=lambda one: (one.step_s, one.layout.tokens)))
-    found.sort(key=lambda one: (one.step_s, one.links_s, one.bytes))
+            found.append(
+                min(fitting, key=lambda one: (one.step_s if timed else 0.0, one.layout.tokens))
+            )
+    found.sort(key=worth)
     return found[:count]
 
 

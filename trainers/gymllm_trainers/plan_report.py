@@ -9,6 +9,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from gymllm.errors import RunError
 from gymllm_trainers.config import TrainConfig
 from gymllm_trainers.plan_chips import parse_topology
 from gymllm_trainers.plan_estimate import FULLEST, Estimate, smallest, step_flops
@@ -21,7 +22,7 @@ def show(config: TrainConfig, topology: str) -> None:
     Raises:
         ConfigError: The topology's name, or a setting, can't be used; or the model's shape isn't known.
         MissingExtraError: The compiler isn't installed; says what to install.
-        RunError: It broke.
+        RunError: It broke; or, once the plan is printed, the run can't start on these devices as it is set.
     """
     # Nothing is computed here: this machine's devices, and a TPU that libtpu would look for, stay alone.
     jax.config.update("jax_platforms", "cpu")
@@ -29,7 +30,10 @@ def show(config: TrainConfig, topology: str) -> None:
     target = parse_topology(topology)
     if target.compiles:
         console.print(f"Compiling for {topology}: minutes for a large model.", style="dim")
-    print_plan(plan_for(config, topology), config, console)
+    found = plan_for(config, topology)
+    print_plan(found, config, console)
+    if found.refused:
+        raise RunError(f"as set, the run can't start on {topology}: {found.refused}")
 
 
 def print_plan(found: TopologyPlan, config: TrainConfig, console: Console) -> None:
@@ -45,8 +49,6 @@ def print_plan(found: TopologyPlan, config: TrainConfig, console: Console) -> No
         table.add_row(part if part != last else "", what, much)
         last = part
     console.print(table)
-    if found.refused:
-        console.print(f"! As set, the run can't start there: {found.refused}")
     if not target.compiles:
         console.print("By arithmetic alone: nothing is compiled for a GPU that isn't here.")
     elif not found.programs:
@@ -177,17 +179,21 @@ def _suggested(found: TopologyPlan) -> Iterator[str]:
                 "optimizer.state_dtype int8 or model.lora_rank, or take more devices."
             )
         return
-    yield f"Best by arithmetic, filling at most {FULLEST:.0%} of a device:"
+    timed = not math.isnan(found.topology.chip.flops)
+    if timed:
+        yield f"Best by arithmetic, filling at most {FULLEST:.0%} of a device:"
+    else:
+        yield f"Meshes of {found.topology.devices} devices, those that hold the least first:"
     for one in found.suggestions:
         flags = " ".join(
             f"--mesh.{axis} {size}"
             for axis, size in one.layout.sizes.items()
             if size > 1 or axis == "fsdp"
         )
+        speed = f", {_seconds(one.step_s)} a step, MFU at most {one.mfu:.0%}" if timed else ""
         yield (
             f"  {flags} --learner.rows {one.layout.rows} --learner.row-tokens {one.layout.row_tokens}: "
-            f"{_size(one.bytes + found.engine_bytes)}, {_seconds(one.step_s)} a step, "
-            f"MFU at most {one.mfu:.0%}"
+            f"{_size(one.bytes + found.engine_bytes)}{speed}"
         )
 
 

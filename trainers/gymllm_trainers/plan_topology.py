@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import math
 import os
 import re
 import signal
@@ -26,7 +25,7 @@ from typing import Any
 
 from gymllm.errors import ConfigError, MissingExtraError, ModelError, RunError
 from gymllm_trainers.config import TrainConfig, config_yaml
-from gymllm_trainers.mesh import rows_for
+from gymllm_trainers.mesh import rows_for, sizes_for
 from gymllm_trainers.models import DecoderConfig
 from gymllm_trainers.models.sharding import MESH_AXES
 from gymllm_trainers.plan import BYTES, adapter_parameters, shape_of
@@ -51,7 +50,7 @@ class TopologyPlan:
     engine_bytes: float
     """On each of the engine's devices: its weights and its pages."""
     suggestions: tuple[Estimate, ...]
-    """The fastest that fit, best first."""
+    """The fastest that fit, best first; of a CPU, where `own` is None, those that hold the least."""
     compiled: Estimate | None
     """The layout that was compiled."""
     programs: dict[str, dict[str, Any]]
@@ -130,10 +129,11 @@ def plan_for(
     suggestions: list[Estimate] = []
     with _without_sharding_news():
         own, refused = _own(config, work, target, devices)
-        if target.chip.memory_bytes:
+        if target.chip.memory_bytes or own is None:
             suggestions = best_layouts(work, target.chip, devices, held_bytes=shared)
     found: dict[str, dict[str, Any]] = {}
-    compiled = own or next(iter(suggestions), None)
+    # A CPU's memory isn't known, so no suggestion is worth minutes of compiling.
+    compiled = own or (next(iter(suggestions), None) if target.chip.memory_bytes else None)
     wanted = ("gradient", "step", "score", "engine") if programs is None else programs
     if target.compiles and wanted and compiled is not None:
         found = _compile(config, target, compiled.layout, wanted)
@@ -184,14 +184,10 @@ def _own(
     config: TrainConfig, work: Work, target: Topology, devices: int
 ) -> tuple[Estimate | None, str]:
     """The layout that the settings give, or why they can't be used."""
-    sizes = dict(config.mesh.sizes)
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    for axis, size in sizes.items():
-        if size == -1 and devices % fixed == 0:
-            sizes[axis] = devices // fixed
-    if math.prod(sizes.values()) != devices:
-        shown = ", ".join(f"{axis} {size}" for axis, size in config.mesh.sizes.items())
-        return None, f"the mesh ({shown}) doesn't multiply to {devices} devices."
+    try:
+        sizes = sizes_for(config.mesh, devices)
+    except ConfigError as problem:
+        return None, str(problem)
     row_tokens = config.learner.row_tokens or 2 * config.engine.context_length
     layout = Layout(mesh=tuple(sizes[axis] for axis in MESH_AXES), rows=1, row_tokens=row_tokens)
     try:
