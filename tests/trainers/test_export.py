@@ -22,7 +22,7 @@ from gymllm_trainers.models import Decoder, load_adapters, load_model
 from gymllm_trainers.optimizer import OptimizerConfig
 from gymllm_trainers.optimizer_state import mean_parameters
 from gymllm_trainers.packing import TrainingSequence
-from gymllm_trainers.train import policy_decoder
+from gymllm_trainers.starting_model import policy_decoder
 
 START = Path(__file__).parent / "fixtures" / "tiny_qwen3"
 REWARDS = {1: 0.5, 2: 0.9, 3: 0.2}

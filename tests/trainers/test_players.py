@@ -22,8 +22,9 @@ from gymllm_trainers.players import (
     scripted_engine,
     scripted_player,
 )
+from gymllm_trainers.starting_model import warm_start_folder
 from gymllm_trainers.statistics import StepStatistics
-from gymllm_trainers.train import run, warm_start_folder
+from gymllm_trainers.train import run
 
 SELF_PLAY = """
 env:

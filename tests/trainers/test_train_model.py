@@ -12,7 +12,7 @@ from flax import nnx
 from gymllm_trainers.config import load_config
 from gymllm_trainers.models import load_adapters, load_model, save_adapters
 from gymllm_trainers.models.decoder import LoRAParam
-from gymllm_trainers.train import policy_decoder
+from gymllm_trainers.starting_model import policy_decoder
 
 FIXTURE = Path(__file__).parent / "fixtures" / "tiny_qwen3"
 

@@ -23,7 +23,7 @@ from gymllm.team import Player
 from gymllm.trajectory import Ending, Trajectory
 from gymllm_agents import ConversationConfig, ModelAgent, Tokenizer, train_tokenizer
 from gymllm_envs.scripted import scripted_player
-from gymllm_trainers import train
+from gymllm_trainers import starting_model
 from gymllm_trainers import warm_start as module
 from gymllm_trainers.config import load_config
 from gymllm_trainers.models import DecoderConfig, load_model
@@ -190,17 +190,17 @@ async def test_environment_without_a_player_needs_none_for_random_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(train, "SCRIPTED_PLAYERS", {"other": PLAYER})
+    monkeypatch.setattr(starting_model, "SCRIPTED_PLAYERS", {"other": PLAYER})
     flags = [] if enabled else ["--warm-start.no-enabled"]
     config = load_config(["--warm-start.vocab-size", "300", *flags])
     async with lakes() as pool:
         if enabled:
             with pytest.raises(ConfigError, match=r"smollm2 .*--warm-start\.no-enabled"):
-                await train._model(config, pool, {}, lambda phase: None)
+                await starting_model.starting_model(config, pool, {}, lambda phase: None)
         else:
-            model = await train._model(config, pool, {}, lambda phase: None)
+            model = await starting_model.starting_model(config, pool, {}, lambda phase: None)
             assert model.tokenizer.vocab_size == 300
-            assert train.warm_start_folder(config).is_dir(), "gymllm-eval starts from it too"
+            assert starting_model.warm_start_folder(config).is_dir(), "gymllm-eval starts from it too"
 
 
 @pytest.mark.asyncio

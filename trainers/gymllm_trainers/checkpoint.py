@@ -150,10 +150,9 @@ class Checkpointer:
             **(files or {}),
         }
         writing = self._folder / f".writing-{step}"
+        if _first_process():
+            self.begin(step)
         try:
-            if _first_process():
-                shutil.rmtree(writing, ignore_errors=True)
-                (writing / "arrays").mkdir(parents=True)
             _meet(f"begin-{step}")
             trees = [_start_tree(writing / "arrays" / key, tree) for key, tree in arrays.items()]
         except BaseException as error:
@@ -174,6 +173,31 @@ class Checkpointer:
         if wait:
             self.wait()
         return self.path(step)
+
+    def begin(self, step: int) -> None:
+        """Makes the folder that the checkpoint of `step` is written into; `save` does it too.
+
+        Raises:
+            RunError: The disk is full, or can't be written.
+        """
+        writing = self._folder / f".writing-{step}"
+        try:
+            shutil.rmtree(writing, ignore_errors=True)
+            (writing / "arrays").mkdir(parents=True)
+        except OSError as error:
+            raise self._given_up(step, error) from error
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there was a save that nobody has waited for."""
+        return self._writer is not None
+
+    def is_writing(self, timeout_s: float) -> bool:
+        """Whether something is still written in the background after `timeout_s`."""
+        if self._writer is None:
+            return False
+        self._writer.join(timeout_s)
+        return self._writer.is_alive()
 
     def wait(self) -> None:
         """Waits for what is written in the background; when this returns, it counts.
@@ -236,7 +260,9 @@ class Checkpointer:
     def _given_up(self, step: int, error: BaseException) -> BaseException:
         """Clears what was written of a checkpoint; returns what to raise."""
         shutil.rmtree(self._folder / f".writing-{step}", ignore_errors=True)
-        if isinstance(error, OSError) or _says_disk_full(error):
+        # One process that can't write has the others wait until their patience ends.
+        elsewhere = _several_processes() and isinstance(error, (RuntimeError, ValueError))
+        if isinstance(error, OSError) or _says_disk_full(error) or elsewhere:
             failure = RunError(self._said(step, error))
             failure.__cause__ = error
             return failure

@@ -34,6 +34,7 @@ from gymllm_trainers.metrics import WandbMode
 from gymllm_trainers.models.decoder import RematPolicy
 from gymllm_trainers.optimizer import OptimizerConfig
 from gymllm_trainers.players import AgentSettings, PlayerSettings
+from gymllm_trainers.processes import ProcessConfig
 from gymllm_trainers.rewards.config import RewardConfig
 from gymllm_trainers.run_folder import RunFolder, warn
 from gymllm_trainers.supervised import SupervisedConfig
@@ -142,6 +143,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    processes: ProcessConfig = field(default_factory=ProcessConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -339,8 +341,9 @@ def _create_unnamed(config: TrainConfig) -> RunFolder:
 
 
 def config_yaml(config: TrainConfig) -> str:
-    """The configuration as YAML, which `--config` and `--resume` read back to an equal one."""
-    return to_yaml(dataclasses.replace(config, resume=None))
+    """The configuration as YAML, which `--config` and `--resume` read back to an equal one; but for the
+    processes, which are of a start and not of the run."""
+    return to_yaml(dataclasses.replace(config, resume=None, processes=ProcessConfig()))
 
 
 def default_name(config: TrainConfig, now: time.struct_time | None = None) -> str:

@@ -39,10 +39,14 @@ class RunView:
     """Mean reward of the latest step."""
     rewards: deque[float] = field(default_factory=lambda: deque[float](maxlen=4096))
     """Mean reward of each step."""
+    loss: float | None = None
+    """Of the latest step, where examples are imitated: it is shown in the reward's place."""
+    learning_rate: float = 0.0
+    """Of that step."""
     turns: float = 0.0
     """Turns an episode, mean of the latest step."""
     episode_tokens: float = 0.0
-    """Tokens an episode, mean of the latest step."""
+    """Tokens an episode, mean of the latest step; where examples are imitated, those of the step."""
     generated_per_s: float = 0.0
     """Tokens a second that the engine generated."""
     trained_per_s: float = 0.0
@@ -137,6 +141,11 @@ class Display:
 
 def step_line(view: RunView) -> str:
     """A step as one line of text."""
+    if view.loss is not None:
+        return (
+            f"step {view.step}/{view.steps}  loss {view.loss:.4f}  learning rate {view.learning_rate:.2e}  "
+            f"tokens {view.episode_tokens:,.0f}  trained {view.trained_per_s:,.0f}/s"
+        )
     reward = "-" if view.reward is None else f"{view.reward:.3f}"
     lag = f"lag {view.lag_mean:.1f} (max {view.lag_max})"
     return (
@@ -160,7 +169,12 @@ def render(view: RunView, *, width: int = 80, height: int = 24) -> ConsoleRender
     )
     room = max(10, width - 30)
     reward = Text("reward ")
-    if view.reward is None:
+    if view.loss is not None:
+        reward = Text.assemble(
+            "loss ", (f"{view.loss:.4f}", "bold green"), ("  learning rate ", "dim")
+        )
+        reward.append(f"{view.learning_rate:.2e}", "bold")
+    elif view.reward is None:
         reward.append("-", "dim")
     else:
         reward.append(f"{view.reward:6.3f}  ", "bold green")

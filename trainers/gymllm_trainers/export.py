@@ -33,7 +33,7 @@ from gymllm_trainers.models import (
 )
 from gymllm_trainers.models.decoder import LoRAParam, merge_adapters
 from gymllm_trainers.run_folder import RunFolder
-from gymllm_trainers.train import policy_decoder, start_name
+from gymllm_trainers.starting_model import policy_decoder, start_name
 
 Tree = Any
 """A pytree of arrays: JAX's own functions say no more of it."""

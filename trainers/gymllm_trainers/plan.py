@@ -25,7 +25,7 @@ from gymllm_trainers.models.decoder import linear_shapes
 from gymllm_trainers.models.hub import config_from_hub
 from gymllm_trainers.models.load import SMOLLM2
 from gymllm_trainers.players import check_players
-from gymllm_trainers.train import TINY
+from gymllm_trainers.starting_model import TINY
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """Of an element."""

@@ -99,6 +99,7 @@ def print_report(
     notes: Sequence[str] = (),
     shown: str = "",
     to_resume: bool = False,
+    failed: bool = False,
     console: Console | None = None,
 ) -> None:
     """Prints the closing report. Never raises: a run that is over must not fail at its last line.
@@ -112,6 +113,7 @@ def print_report(
         notes: Lines to add ("warm start 31 s, compilation 9 s").
         shown: Which episodes trajectories.html holds ("the last 64 of 2048").
         to_resume: Whether the run isn't done: its last line then says how to go on.
+        failed: Whether an error ended it: then there is nothing yet to try out.
         console: Where to; default: standard output.
     """
     console = console or Console(highlight=False)
@@ -119,7 +121,7 @@ def print_report(
         report = _report(folder, timeline, elapsed_s, headline, reward_metric, notes)
         # Paths are never folded or cut off: they are there to be copied.
         console.print(report, crop=False)
-        for line in [*_artefacts(folder, shown), "", *_next_commands(folder, to_resume)]:
+        for line in [*_artefacts(folder, shown), "", *_next_commands(folder, to_resume, failed)]:
             console.print(line, crop=False, no_wrap=True, overflow="ignore")
     except Exception as error:
         warn(f"the report can't be printed ({error}); everything is in {folder.path}.")
@@ -148,11 +150,11 @@ def _report(
     return Group(*lines, "", shares_table(time_shares(timeline)), "", where)
 
 
-def _next_commands(folder: RunFolder, to_resume: bool) -> list[str]:
+def _next_commands(folder: RunFolder, to_resume: bool, failed: bool) -> list[str]:
     """What to type next, the likeliest last."""
     path = shlex.quote(str(folder.path))
     playable = folder.model.is_dir() or any(folder.checkpoints.glob("step_*"))
-    commands = [f"gymllm-eval --model {path}"] if playable else []
+    commands = [f"gymllm-eval --model {path}"] if playable and not failed else []
     return commands + ([f"gymllm-train --resume {path}"] if to_resume else [])
 
 

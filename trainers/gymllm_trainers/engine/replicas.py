@@ -75,7 +75,7 @@ def open_engine(
     Raises:
         ConfigError: There are not as many devices, or the model can't be divided like that.
     """
-    wanted, devices = config.tensor * config.replicas, jax.devices()
+    wanted, devices = config.tensor * config.replicas, jax.local_devices()
     if wanted == 1:
         return JaxEngine(
             decoder,
