@@ -178,11 +178,12 @@ def split_devices(
     if not count:
         return found, []
     if count >= len(found):
-        shown, most = _devices(len(found)), len(found) - 1
+        most = len(found) - 1
+        there = "there is only 1 device" if not most else f"there are only {len(found)} devices"
         lower = f"Set it to at most {most}, or to 0, " if most else "Set it to 0, "
         raise ConfigError(
-            f"mesh.engine_devices is {count}, but there {'is' if len(found) == 1 else 'are'} only {shown}, and "
-            f"none would be left for training. {lower}which trains on the engine's devices too."
+            f"mesh.engine_devices is {count}, but {there}, and none would be left for training. {lower}which "
+            "trains on the engine's devices too."
         )
     return found[count:], found[:count]
 

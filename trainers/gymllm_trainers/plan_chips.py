@@ -32,6 +32,9 @@ class Chip:
     """Bytes a second to other devices, one way, all links together."""
     source: str
     """Where these figures are from."""
+    axes: int = 1
+    """Numbers that say how a slice of a TPU is laid out."""
+    devices_per_chip: int = 1
 
     @property
     def kind(self) -> Literal["tpu", "gpu", "cpu"]:
@@ -42,13 +45,15 @@ _TPU_DOCS = "https://cloud.google.com/tpu/docs/"
 _TPU_LIMITS = "memory: libtpu 0.0.42"
 
 TPUS = {
-    "v4": Chip(  # two devices a chip
+    "v4": Chip(
         name="v4",
         flops=275e12 / 2,
         memory_bytes=16 * _GIB,
         memory_bandwidth=1200e9 / 2,
         link_bandwidth=300e9 / 2,
         source=f"{_TPU_DOCS}v4, half a chip",
+        axes=3,
+        devices_per_chip=2,
     ),
     "v5e": Chip(
         name="v5e",
@@ -57,6 +62,7 @@ TPUS = {
         memory_bandwidth=819e9,
         link_bandwidth=200e9,
         source=f"{_TPU_DOCS}v5e; {_TPU_LIMITS}",
+        axes=2,
     ),
     "v5p": Chip(
         name="v5p",
@@ -65,6 +71,7 @@ TPUS = {
         memory_bandwidth=2765e9,
         link_bandwidth=600e9,
         source=f"{_TPU_DOCS}v5p; {_TPU_LIMITS}",
+        axes=3,
     ),
     "v6e": Chip(
         name="v6e",
@@ -73,18 +80,19 @@ TPUS = {
         memory_bandwidth=1638e9,
         link_bandwidth=400e9,
         source=f"{_TPU_DOCS}v6e; {_TPU_LIMITS}",
+        axes=2,
     ),
-    "tpu7x": Chip(  # two devices a chip
+    "tpu7x": Chip(
         name="tpu7x",
         flops=2307e12 / 2,
         memory_bytes=int(94.74 * _GIB),
         memory_bandwidth=7380e9 / 2,
         link_bandwidth=600e9 / 2,
         source=f"{_TPU_DOCS}tpu7x, half a chip; {_TPU_LIMITS}",
+        axes=3,
+        devices_per_chip=2,
     ),
 }
-_TWO_DEVICES = ("v4", "tpu7x")
-_AXES = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 GPUS = {
@@ -162,14 +170,15 @@ def parse_topology(name: str) -> Topology:
         raise UnknownNameError(
             "topology", kind, [*TPUS, "cpu", "gpu"], "Write --plan v5p:4x4x4, cpu:8 or gpu:8xH100."
         )
-    axes = _AXES[kind]
+    chip = TPUS[kind]
+    axes = chip.axes
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", layout) or layout.count("x") + 1 != axes:
         shown = "x".join("4" * axes)
         raise ConfigError(
             f"--plan {name}: how {kind} chips are laid out takes {axes} numbers, as in {kind}:{shown}."
         )
     chips = math.prod(map(int, layout.split("x")))
-    return Topology(name=name, chip=TPUS[kind], devices=chips * (1 + (kind in _TWO_DEVICES)))
+    return Topology(name=name, chip=chip, devices=chips * chip.devices_per_chip)
 
 
 def _count(name: str, number: str) -> int:

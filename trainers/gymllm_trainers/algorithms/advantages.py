@@ -48,7 +48,14 @@ ADVANTAGES: dict[AdvantageName, Needs] = {
 
 
 def group_advantages(name: AdvantageName, reward_PG: Rewards) -> Rewards:
-    """The advantage called `name` of one that needs the group alone, shape [P, G].
+    """The advantage called `name` of one that needs the group alone.
+
+    Args:
+        name: centred, dr_grpo, grpo, rloo or maxrl: each has its function below, with its source.
+        reward_PG: Return of each episode, float32, shape [P, G] with G >= 2.
+
+    Returns:
+        Advantage, float32, shape [P, G].
 
     Raises:
         ConfigError: G < 2, or what the method itself refuses.
@@ -73,12 +80,15 @@ def batch_advantages(
     rewards: Sequence[npt.ArrayLike],
     tokens: Sequence[npt.ArrayLike],
 ) -> list[Rewards]:
-    """The advantage called `name` of one that needs the whole step; one array a group, shape [G].
+    """The advantage called `name` of one that needs the whole step.
 
     Args:
-        name: batch_std or reinforce_pp_baseline.
+        name: batch_std or reinforce_pp_baseline: each has its function below, with its source.
         rewards: Return of each member, one array a group; groups may differ in size.
         tokens: Trained tokens of each member, likewise.
+
+    Returns:
+        Advantage, float32, one array a group, shape [G].
 
     Raises:
         ConfigError: A group has fewer than two members.

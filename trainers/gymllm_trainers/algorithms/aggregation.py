@@ -12,6 +12,9 @@ from gymllm_trainers.algorithms.names import AggregationName
 def token_weight(name: AggregationName, *, trained_tokens: int) -> float:
     """What each token's loss is multiplied by.
 
+    1 / trained_tokens for sequence_mean_token_mean (GRPO, sec. 4.1 of Shao et al. 2024, arXiv:2402.03300),
+    else 1.
+
     Args:
         name: The aggregation.
         trained_tokens: Tokens of the token's trajectory that are trained on, all its segments together.

@@ -2,7 +2,8 @@
 
 u = exp(proximal - behaviour), the difference held within +-20. Every function gives the weight that a
 token's loss is multiplied by, shape [N], without a gradient; the ratio of the loss is to the proximal policy.
-With `off` the ratio is to the behaviour policy itself and there is no weight. Axes: N targets, flat.
+With `off` the ratio is to the behaviour policy itself and there is no weight. Axes: N targets, flat; arrays
+are float32 of shape [N] where nothing else is said.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-from gymllm_trainers.algorithms.losses import FARTHEST, ratio, sequence_mean, sequence_sum
+from gymllm_trainers.algorithms.kl import FARTHEST
+from gymllm_trainers.algorithms.losses import ratio, sequence_mean, sequence_sum
 
 
 def decoupled(proximal_N: Array, behaviour_N: Array, *, cap: float = 2.0) -> Array:
@@ -19,6 +21,11 @@ def decoupled(proximal_N: Array, behaviour_N: Array, *, cap: float = 2.0) -> Arr
 
     Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641), truncated as in AReaL (arXiv:2505.24298): the
     clip is around the proximal policy and this correction stands outside it.
+
+    Args:
+        proximal_N: Log-probability (nats) at the start of the update.
+        behaviour_N: Log-probability under the policy that made the token.
+        cap: Largest weight.
     """
     return jnp.minimum(stop_gradient(ratio(proximal_N, behaviour_N)), cap)
 
@@ -28,6 +35,11 @@ def tis_token(proximal_N: Array, behaviour_N: Array, *, cap: float = 2.0) -> Arr
 
     The same number as `decoupled`, by the name that it has where the two policies differ by their
     implementation (engine and trainer) instead of by their age.
+
+    Args:
+        proximal_N: Log-probability (nats) at the start of the update.
+        behaviour_N: Log-probability under the policy that made the token.
+        cap: Largest weight.
     """
     return decoupled(proximal_N, behaviour_N, cap=cap)
 
@@ -62,6 +74,12 @@ def icepop(proximal_N: Array, behaviour_N: Array, *, floor: float = 0.5, cap: fl
     """u where floor <= u <= cap, else 0: tokens that the two policies disagree on are dropped.
 
     IcePop (Ling team 2025, "Small leak can sink a great ship").
+
+    Args:
+        proximal_N: Log-probability (nats) at the start of the update.
+        behaviour_N: Log-probability under the policy that made the token.
+        floor: Smallest u that is kept.
+        cap: Largest u that is kept.
     """
     ratio_N = stop_gradient(ratio(proximal_N, behaviour_N))
     return jnp.where((ratio_N >= floor) & (ratio_N <= cap), ratio_N, 0)

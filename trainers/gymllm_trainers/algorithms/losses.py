@@ -1,6 +1,7 @@
 """Policy losses of a token, and the value loss. Pure functions of arrays.
 
-Axes: N targets, the trained tokens of a whole micro-batch, flat. Every loss is *per token and
+Axes: N targets, the trained tokens of a whole micro-batch, flat; every array has the shape [N] and, where
+nothing else is said, float32. Every loss is *per token and
 unnormalised*: sums and counts are accumulated over micro-batches and divided once, at the optimizer step.
 Log-probabilities are nats; r = exp(logprob - proximal), sg stops the gradient.
 """
@@ -14,8 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-FARTHEST = 20.0
-"""Log-ratios are held within this before exp, so that nothing overflows; past it there is no gradient."""
+from gymllm_trainers.algorithms.kl import FARTHEST
 
 
 class TokenLoss(NamedTuple):
@@ -37,7 +37,7 @@ class ValueLoss(NamedTuple):
 
 
 def ratio(logprob: Array, base: Array) -> Array:
-    """exp(logprob - base), the difference held within +-20; elementwise."""
+    """exp(logprob - base), the difference held within +-20, past which there is no gradient; elementwise."""
     return jnp.exp(jnp.clip(logprob - base, -FARTHEST, FARTHEST))
 
 
@@ -195,7 +195,12 @@ def dppo_tv(
 
 
 def reinforce(logprob_N: Array, advantage_N: Array) -> TokenLoss:
-    """-A logprob (Williams 1992)."""
+    """-A logprob: REINFORCE (Williams 1992, Machine Learning 8, sec. 4).
+
+    Args:
+        logprob_N: Log-probability under the policy being trained, nats, float32.
+        advantage_N: Advantage of each token, float32.
+    """
     nothing_N = jnp.zeros_like(logprob_N, jnp.float32)
     return TokenLoss(-advantage_N * logprob_N, nothing_N, nothing_N)
 
@@ -227,7 +232,11 @@ def sapo(
 
 
 def supervised(logprob_N: Array) -> TokenLoss:
-    """-logprob: what was written is imitated."""
+    """-logprob: what was written is imitated, by the token's negative log-likelihood.
+
+    Args:
+        logprob_N: Log-probability under the policy being trained, nats, float32.
+    """
     nothing_N = jnp.zeros_like(logprob_N, jnp.float32)
     return TokenLoss(-logprob_N, nothing_N, nothing_N)
 

@@ -25,6 +25,18 @@ PresetName = Literal[
     "sft",
     "best_of_n",
 ]
+MAIN_PRESETS: tuple[PresetName, ...] = (
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp_baseline",
+    "ppo",
+    "gigpo",
+)
+"""The main algorithms by the name of their paper's, which benchmarks compare."""
 AdvantageName = Literal[
     "centred",
     "dr_grpo",

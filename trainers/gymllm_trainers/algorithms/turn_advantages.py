@@ -41,6 +41,18 @@ def turn_advantages(
 ) -> list[Turns]:
     """The advantage called `name` of each turn of a group: `gigpo` or `turn`, with an algorithm's settings.
 
+    Args:
+        name: Which.
+        rewards: Reward of each turn, one array a member, shape [S]; members may differ in length.
+        states: Of each turn what it acted on, likewise; `turn` has no use for them.
+        gamma: Discount of a later turn's reward.
+        turn_weight: gigpo's `weight`, turn's `share`.
+        scale: gigpo's.
+        return_G: Return of each member, shape [G]; None: the sum of its turns' rewards.
+
+    Returns:
+        Advantage of each turn, float32, one array a member, shape [S].
+
     Raises:
         ConfigError: Fewer than two members, or members and states that don't go together.
         UnknownNameError: No such advantage of turns.
@@ -83,8 +95,7 @@ def gigpo(
         gamma: Discount of a later turn's reward, in the turn's part alone.
         weight: Of the turn's part.
         scale: std: both parts are divided by the standard deviation (ddof 1) of what they are compared
-        with,
-            + eps; none: they aren't.
+            with, + eps; none: they aren't.
         return_G: Return of each member, shape [G]; None: the sum of its turns' rewards.
         eps: Added to standard deviations, in reward units.
 
@@ -171,7 +182,7 @@ def gae(
 
     Args:
         reward_T: Reward that came with each token, 0 for most, shape [T]; several episodes may follow
-        each other.
+            each other.
         value_T: Value before each token, shape [T].
         last_T: Whether a token is its episode's last, shape [T].
         gamma: Discount, per token.
