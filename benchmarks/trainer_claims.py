@@ -69,7 +69,7 @@ def padding_rows(table: Table, *, quick: bool) -> None:
         for share in (False, True)
         for row_tokens in (ROW_TOKENS[1:2] if quick else ROW_TOKENS)
     ]
-    ways += [{"row_tokens": 2048, "smaller_shapes": shapes} for shapes in (0, 2)]
+    ways += [{"row_tokens": 2048, "smaller_shapes": shapes} for shapes in (0, 1, 2)]
     for settings in ways:
         shown = ", ".join(f"{name} {value}" for name, value in settings.items())
         value = _padding(new_learner(tiny_policy(), rows=2, **settings), groups)

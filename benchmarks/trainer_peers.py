@@ -63,6 +63,8 @@ class Size:
     """Of our row; also google-tunix's max_seq_token_per_tpu."""
     peer_rows: int
     """Padded sequences that peers compute at once: as many as memory allows."""
+    rounds: int
+    """That count."""
 
 
 SMALL = Size(
@@ -83,6 +85,7 @@ SMALL = Size(
     rows=2,
     row_tokens=2048,
     peer_rows=8,
+    rounds=3,
 )
 LARGE = Size(
     name="135 M",
@@ -103,6 +106,7 @@ LARGE = Size(
     rows=1,
     row_tokens=2048,
     peer_rows=2,
+    rounds=2,  # of minutes each
 )
 
 
@@ -128,7 +132,7 @@ def peer_rows(table: Table, venvs: Path, model: str, *, quick: bool, peers: bool
             runners = _start(table, venvs, folder, size, peers, stack)
             if peers:
                 _same_logprobs(table, size, groups, runners)
-            _measure(table, size, groups, runners, rate, rounds=1 if quick else 3)
+            _measure(table, size, groups, runners, rate, rounds=1 if quick else size.rounds)
 
 
 def product_rate(table: Table, *, quick: bool) -> float:

@@ -12,7 +12,8 @@ from typing import Any
 
 from peers.in_venv import command_in_venv
 
-ANSWER_LIMIT_S = 600
+ANSWER_LIMIT_S = 1800
+"""A step of a large model, compiled first, takes many minutes on two cores."""
 
 
 class PeerError(Exception):

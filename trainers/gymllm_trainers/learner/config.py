@@ -24,7 +24,7 @@ class LearnerConfig:
     """Rows of a micro-batch; 0 is two, or as many as there must be for the mesh to divide them."""
     row_tokens: int = 0
     """Tokens of a row; 0 is twice the engine's context length, so that little is left empty."""
-    smaller_shapes: int = 1
+    smaller_shapes: int = 3
     """How many times a micro-batch is halved for what is left at a step's end; each size is compiled at the
     start."""
     share_prefixes: bool = True
