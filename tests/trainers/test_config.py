@@ -22,6 +22,7 @@ from gymllm_trainers.config import (
     open_run_folder,
 )
 from gymllm_trainers.config_files import merge, read_yaml, walk_fields
+from gymllm_trainers.flags import ELSEWHERE
 
 
 def saved_run(tmp_path: Path, *arguments: str) -> Path:
@@ -138,6 +139,11 @@ def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
             ["--optimizer.name", "sgd", "--optimizer.weight-decay", "0.1"],
             "sgd has no such argument",
         ),
+        (["--lr", "1e-4"], "Unknown flag --lr. Here it is optimizer.learning_rate."),
+        (["--algorithm.beta=0.04"], "Unknown flag --algorithm.beta. Here it is algorithm.kl_coef."),
+        (["--mesh.tp", "2"], "Here it is mesh.tensor."),
+        (["--learner.share-prefixes", "false"], "Write --learner.no-share-prefixes."),
+        (["--learner.deterministic=True"], "Write --learner.deterministic."),
         (["--reward.weight", "2"], "reward.weight is 2.0, but reward.kind is environment"),
         (["--steps"], "--steps"),
         (["stray"], "stray"),
@@ -152,6 +158,40 @@ def test_mistake_in_a_flag_ends_with_code_2_and_says_what_would_do(capsys, argum
     error = capsys.readouterr().err
     assert said in re.sub(r"[\s│]+", " ", error)
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("algorithm: grpo", "Did you mean algorithm: {preset: grpo}?"),
+        ("model: Qwen/Qwen3-0.6B", "Did you mean model: {name: Qwen/Qwen3-0.6B}?"),
+        ("algorithm: {preset: GRPO}", "Did you mean grpo?"),
+        (
+            "optimizer: {lr: 1e-4}",
+            "Unknown config key 'optimizer.lr'. Here it is optimizer.learning_rate.",
+        ),
+        ("num_generations: 4", "Here it is rollout.group_size."),
+        ("optimizer: {learning_rate: '1e-4'}", "Write it without quotes."),
+        ("steps: 1e3", "Write 1000."),
+        ("learner: {deterministic: yes}", "Write true."),
+        ("supervised: {files: data.jsonl}", "Write [data.jsonl]."),
+        ("rollout:\n  group_size: 8\n  group_size: 4", 'config.yaml", line 2'),
+        ("rollout:\n\tgroup_size: 8", 'config.yaml", line 2'),
+    ],
+)
+def test_a_mistake_in_a_file_is_answered_with_what_to_write(tmp_path, text, said):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(["--config", str(tmp_path / "config.yaml")])
+    assert said in str(raised.value)
+
+
+def test_no_name_of_another_trainer_is_one_of_ours():
+    names = {path.rpartition(".")[2] for path, _ in walk_fields(TrainConfig)}
+    assert not names & set(ELSEWHERE)
+    for ours in ELSEWHERE.values():
+        for path in re.findall(r"[a-z_]+\.[a-z_0-9]+|^steps$", ours):
+            assert path in dict(walk_fields(TrainConfig)), path
 
 
 def test_what_a_file_says_may_only_go_together_with_a_flag(tmp_path):

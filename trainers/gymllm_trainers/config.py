@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import tyro
 
@@ -27,7 +27,15 @@ from gymllm_trainers.build import EnvSettings
 from gymllm_trainers.config_checks import check_together, draft, without_effect
 from gymllm_trainers.config_files import flatten, merge, read_yaml, to_yaml
 from gymllm_trainers.engine import EngineConfig
-from gymllm_trainers.flags import check_sections, take_env_kwargs, take_free, take_players
+from gymllm_trainers.flags import (
+    ELSEWHERE,
+    check_elsewhere,
+    check_sections,
+    check_switches,
+    take_env_kwargs,
+    take_free,
+    take_players,
+)
 from gymllm_trainers.learner import LearnerConfig
 from gymllm_trainers.mesh import MeshConfig
 from gymllm_trainers.metrics import WandbMode
@@ -270,6 +278,8 @@ def _put_together(
         "players": players,
     }
     base = merge(base, free)
+    check_elsewhere(arguments)
+    check_switches(arguments, base)
     check_sections(arguments, base)
     config = tyro.cli(
         _CommandLine,
@@ -293,6 +303,17 @@ def _read(path: Path) -> Mapping[str, object]:
         held = read.get(section)
         if isinstance(held, Mapping) and name in held:
             raise ConfigError(f"{path}: {old} is called {new} now. Write it there.")
+    sections: list[tuple[str, Mapping[str, object]]] = [("", read)]
+    for name in ("optimizer", "algorithm", "learner", "rollout", "mesh"):
+        held = read.get(name)
+        if isinstance(held, Mapping):
+            sections.append((f"{name}.", cast("Mapping[str, object]", held)))
+    for prefix, held in sections:
+        for name in held:
+            if name in ELSEWHERE:
+                raise ConfigError(
+                    f"{path}: Unknown config key {prefix + name!r}. Here it is {ELSEWHERE[name]}."
+                )
     return read
 
 

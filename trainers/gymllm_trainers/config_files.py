@@ -71,7 +71,9 @@ def read_yaml(path: Path) -> Mapping[str, object]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} can't be read: {error}.") from error
     try:
-        loaded = yaml.load(text, _Loader)  # a SafeLoader underneath
+        loader = _Loader(text)  # a SafeLoader underneath
+        loader.name = str(path)  # what messages call it
+        loaded = loader.get_single_data()
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is not YAML: {error}") from error
     if loaded is None:
@@ -171,10 +173,11 @@ def _merge(base: T, overrides: Mapping[str, object], prefix: str, known: Sequenc
         current = getattr(base, key)
         if dataclasses.is_dataclass(current) and not isinstance(current, type):
             if not isinstance(value, Mapping):
-                fields = ", ".join(field.name for field in dataclasses.fields(current))
+                fields = [field.name for field in dataclasses.fields(current)]
+                one = f"{path}: {{{fields[0]}: {value}}}" if isinstance(value, str) else ""
+                meant = f"Did you mean {one}?" if one else f"Write them below {path}:, indented."
                 raise ConfigError(
-                    f"{path} must hold the keys {fields}, got {_describe(value)}. "
-                    f"Write them below {path}:, indented."
+                    f"{path} must hold the keys {', '.join(fields)}, got {_describe(value)}. {meant}"
                 )
             nested = cast(Mapping[str, object], value)
             changes[key] = _merge(current, nested, f"{path}.", known)
@@ -323,10 +326,29 @@ def _describe(value: object) -> str:
 
 
 def _meant(value: object, annotation: object) -> str:
-    """The choice that is nearest to a misspelt one, as a sentence; empty where none is near."""
-    choices = list(map(str, _choices(annotation)))
-    close = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return f" Did you mean {close[0]}?" if close else ""
+    """What was probably meant, as a sentence; empty where nothing is near."""
+    if isinstance(value, float) and value.is_integer() and _takes(int(value), annotation):
+        return f" Write {int(value)}."
+    if isinstance(value, (str, Path)) and _takes([value], annotation):
+        return f" Write [{value}]."
+    if not isinstance(value, str):
+        return ""
+    choices = {str(choice).lower(): str(choice) for choice in _choices(annotation)}
+    close = difflib.get_close_matches(value.lower(), choices, n=1)
+    if close:
+        return f" Did you mean {choices[close[0]]}?"
+    if _takes(True, annotation) and value.lower() in ("yes", "no", "on", "off"):
+        return f" Write {'true' if value.lower() in ('yes', 'on') else 'false'}."
+    plain = parse_scalar(value)
+    return " Write it without quotes." if plain != value and _takes(plain, annotation) else ""
+
+
+def _takes(value: object, annotation: object) -> bool:
+    try:
+        _coerce(value, annotation, "", ())
+    except (_Mismatch, ConfigError):
+        return False
+    return True
 
 
 def _choices(annotation: object) -> list[object]:

@@ -19,6 +19,65 @@ _TEMPLATE_FLAGS = ("--agent.template-variables.", "--agent.template_variables.")
 _PLAYERS_FLAG = "--players."
 
 
+ELSEWHERE = {
+    "lr": "optimizer.learning_rate",
+    "betas": "optimizer.b1 and optimizer.b2",
+    "beta1": "optimizer.b1",
+    "beta2": "optimizer.b2",
+    "lr_scheduler_type": "optimizer.schedule",
+    "grad_clip": "optimizer.max_grad_norm",
+    "beta": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low and algorithm.clip_high",
+    "epsilon_high": "algorithm.clip_high",
+    "loss_type": "algorithm.loss and algorithm.aggregation",
+    "scale_rewards": "algorithm.advantage",
+    "batch_size": "learner.groups_per_step, in groups of rollout.group_size episodes",
+    "num_generations": "rollout.group_size",
+    "max_steps": "steps",
+    "dp": "mesh.data",
+    "tp": "mesh.tensor",
+    "ep": "mesh.expert",
+    "cp": "mesh.context",
+}
+"""Settings by the names that other trainers have for them, and ours."""
+
+
+def check_elsewhere(argv: Sequence[str]) -> None:
+    """Answers a flag that another trainer has.
+
+    Raises:
+        ConfigError: There is one; says what it is called here.
+    """
+    for word in argv:
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").rpartition(".")[2].replace("-", "_")
+        if word.startswith("--") and name in ELSEWHERE:
+            raise ConfigError(f"Unknown flag {flag}. Here it is {ELSEWHERE[name]}.")
+
+
+def check_switches(argv: Sequence[str], config: object) -> None:
+    """Answers a value after a flag that takes none.
+
+    Raises:
+        ConfigError: There is one; says what to write.
+    """
+    known = flatten(config)
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        value = (value if equals else following).lower()
+        path = flag.removeprefix("--").replace("-", "_")
+        if (
+            word.startswith("--")
+            and isinstance(known.get(path), bool)
+            and value in ("true", "false")
+        ):
+            section, dot, name = flag.removeprefix("--").rpartition(".")
+            off = f"--{section}{dot}no-{name}"
+            raise ConfigError(
+                f"{flag} {value}: the flag takes no value. Write {flag if value == 'true' else off}."
+            )
+
+
 def take_env_kwargs(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
     """Takes `--env.kwargs.key value` out: tyro knows only the keys that are there already.
 

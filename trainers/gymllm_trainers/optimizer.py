@@ -232,7 +232,7 @@ def _settings(config: OptimizerConfig, factory: Factory) -> dict[str, object]:
         elif value != defaults[name].default:
             raise ConfigError(
                 f"optimizer.{name} is {value}, and {config.name} has no such argument. Leave it out; what "
-                f"{config.name} takes is {', '.join(list(takes)[1:])}, as optimizer.kwargs."
+                f"{config.name} takes is {', '.join(list(takes)[1:])}."
             )
     if config.name == "muon":
         settings["adam_weight_decay"] = 0.0
