@@ -134,6 +134,15 @@ def test_settings_of_the_environment_are_those_of_training(tmp_path):
         )
 
 
+def test_settings_of_training_that_do_not_go_together_do_not_stop_an_evaluation(tmp_path):
+    from gymllm_trainers.evaluate import load_settings
+
+    file = tmp_path / "config.yaml"
+    file.write_text("learner: {deterministic: true}\nenv: {kwargs: {size: 4}}\n")
+    evaluation = load_settings(["--model", "scripted", "--config", str(file)])
+    assert evaluation.env.kwargs == {"size": 4}
+
+
 def test_interrupted_evaluation_says_so_and_where_its_transcripts_are(capsys, monkeypatch):
     from gymllm_envs.scripted import SCRIPTED_PLAYERS
     from gymllm_trainers.evaluate import load_settings, run

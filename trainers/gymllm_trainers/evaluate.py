@@ -37,6 +37,7 @@ from gymllm_trainers.build import EnvSettings, open_pool, task_source
 from gymllm_trainers.checkpoint import Checkpointer
 from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.config import TrainConfig
+from gymllm_trainers.config_checks import draft
 from gymllm_trainers.config_files import merge, parse_scalar, read_yaml
 from gymllm_trainers.engine import EngineConfig, open_engine
 from gymllm_trainers.flags import take_env_kwargs, take_players
@@ -165,17 +166,18 @@ def load_settings(argv: Sequence[str]) -> Evaluation:
         description="Plays episodes with a model and says what they came to.",
     )
     is_run = RunFolder(Path(settings.model)).config.is_file()
-    run = (
-        merge(TrainConfig(), read_yaml(RunFolder(Path(settings.model)).config)) if is_run else None
-    )
-    base = run or TrainConfig()
-    if settings.config is not None:
-        base = merge(base, read_yaml(settings.config))
-    if players:
-        _, players = take_players(argv, base.players)
-        base = merge(base, {"players": players})
-    env_id = env_settings.pop("id", settings.env)
-    env = merge(base, {"env": env_settings}).env
+    with draft():  # how it was or will be trained is no matter here
+        run = None
+        if is_run:
+            run = merge(TrainConfig(), read_yaml(RunFolder(Path(settings.model)).config))
+        base = run or TrainConfig()
+        if settings.config is not None:
+            base = merge(base, read_yaml(settings.config))
+        if players:
+            _, players = take_players(argv, base.players)
+            base = merge(base, {"players": players})
+        env_id = env_settings.pop("id", settings.env)
+        env = merge(base, {"env": env_settings}).env
     if env_id and env_id != env.id:
         # Arguments of one environment mean nothing to another.
         env = merge(env, {"id": env_id, "kwargs": {}})

@@ -22,6 +22,7 @@ from gymllm_agents.tokenizer import Tokenizer
 from gymllm_trainers.checkpoint import Checkpointer
 from gymllm_trainers.checkpoint_files import CONFIG, read_model_files
 from gymllm_trainers.config import TrainConfig
+from gymllm_trainers.config_checks import draft
 from gymllm_trainers.config_files import merge, read_yaml
 from gymllm_trainers.models import (
     Decoder,
@@ -192,7 +193,8 @@ def _of_checkpoint(settings: ExportSettings, path: Path) -> _Source:
 
 
 def _config(path: Path) -> TrainConfig:
-    return merge(TrainConfig(), read_yaml(path))
+    with draft():  # what an earlier version let pass was trained all the same
+        return merge(TrainConfig(), read_yaml(path))
 
 
 # ------------------------------------------------------------------ what it holds
