@@ -149,7 +149,8 @@ async def test_a_score_that_takes_too_long_fails_the_episode(played: Trajectory)
         await anyio.sleep_forever()
         return 0.0
 
-    (scored,) = await apply_rewards([played], FunctionReward(never), RewardConfig(timeout_s=0.02))
+    config = RewardConfig(kind="function", function="a:never", timeout_s=0.02)
+    (scored,) = await apply_rewards([played], FunctionReward(never), config)
     assert scored.ending is Ending.FAILED
     assert scored.reason == "RewardTimeout: no score within reward.timeout_s (0.02 s)"
 
