@@ -200,7 +200,9 @@ async def test_environment_without_a_player_needs_none_for_random_weights(
         else:
             model = await starting_model.starting_model(config, pool, {}, lambda phase: None)
             assert model.tokenizer.vocab_size == 300
-            assert starting_model.warm_start_folder(config).is_dir(), "gymllm-eval starts from it too"
+            assert starting_model.warm_start_folder(config).is_dir(), (
+                "gymllm-eval starts from it too"
+            )
 
 
 @pytest.mark.asyncio
@@ -279,3 +281,20 @@ def test_the_cache_is_named_by_everything_it_depends_on(
 def test_settings_out_of_range_are_refused(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         WarmStartConfig(**setting)
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_the_users_own(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("where the cache should be")
+    monkeypatch.setattr(module.platformdirs, "user_cache_dir", lambda name: str(tmp_path / "file"))
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    own = tmp_path / f"gymllm-{os.getuid()}"
+    folder = module.cache_folder(module.WarmStartConfig(), seed=0, depends_on={})
+    assert folder.parent == own
+    assert own.stat().st_mode & 0o077 == 0
+    folder.mkdir()  # it can be written
+    monkeypatch.setattr(module.os, "getuid", lambda: -1)
+    (tmp_path / "gymllm--1").mkdir()
+    with pytest.raises(ConfigError, match=r"another user's\. Set XDG_CACHE_HOME"):
+        module.cache_folder(module.WarmStartConfig(), seed=0, depends_on={})

@@ -7,8 +7,11 @@ ordinary model folder in the user's cache, named by everything that it depends o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -75,11 +78,37 @@ def cache_folder(config: WarmStartConfig, *, seed: int, depends_on: dict[str, ob
         config: How it is made.
         seed: The run's seed.
         depends_on: What else decides it: the environment's and the agent's settings.
+
+    Raises:
+        ConfigError: Nowhere may it be kept.
     """
     # The file system is asked for no name that a setting's text could break.
     text = json.dumps([FORMAT, asdict(config), seed, depends_on], sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Path(platformdirs.user_cache_dir("gymllm")) / "warm_start" / name
+    return _place(Path(platformdirs.user_cache_dir("gymllm")) / "warm_start", name)
+
+
+def _place(cache: Path, name: str) -> Path:
+    """The folder of that name in the cache; where that can't be written, in one of the user's own for
+    temporary files.
+
+    Raises:
+        ConfigError: That one is somebody else's.
+    """
+    if (cache / name).exists():
+        return cache / name
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache / name
+    instead = Path(tempfile.gettempdir()) / f"gymllm-{os.getuid()}"
+    instead.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if instead.lstat().st_uid != os.getuid():
+        raise ConfigError(
+            f"the tiny model can't be kept in {cache}, which can't be written, nor in {instead}, which is "
+            "another user's. Set XDG_CACHE_HOME to a folder that can be written."
+        )
+    return instead / name
 
 
 async def scripted_episodes(
