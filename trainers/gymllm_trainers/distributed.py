@@ -30,6 +30,7 @@ from gymllm_trainers.processes import (
     Call,
     Ending,
     Leader,
+    LostError,
     collective,
     receive,
 )
@@ -175,11 +176,12 @@ class LeadingCheckpointer:
         """
         try:
             self.wait()
+        except LostError:
+            raise
         except RunError as error:
-            if self._leader.lost:
-                raise
             warn(str(error))
-        # What can't even be begun is said before the others wait for it.
+        # What can't even be begun, with the others or alone, is said before they wait for it.
+        self._leader.tell(Call.PING)
         self._checkpoints.begin(step)
         with self._leader.call(Call.SAVE, step):
             path = self._checkpoints.save(

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from gymllm.errors import GymLLMError, RunError
+from gymllm.errors import ConfigError, GymLLMError, MissingExtraError, ModelError, RunError
 from gymllm_trainers.checkpoint import Checkpointer
 from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.config import TrainConfig
@@ -72,16 +72,16 @@ def led(leader: Leader) -> Iterator[Leader]:
         _end(leader, Ending(interrupted=True))
         raise
     except BaseException as error:
-        _end(leader, Ending(problem=str(error) or type(error).__name__))
+        _end(leader, Ending(problem=str(error) or type(error).__name__), error)
         raise
     else:
         _end(leader, Ending())
 
 
-def _end(leader: Leader, ending: Ending) -> None:
+def _end(leader: Leader, ending: Ending, error: BaseException | None = None) -> None:
     leader.end(ending)
     if leader.lost:
-        _leave_without_farewell()
+        _leave_without_farewell(error)
     else:
         jax.distributed.shutdown()
 
@@ -127,8 +127,8 @@ def follow_run(config: TrainConfig) -> None:
     try:
         with _deaf():
             ending = _beside(lambda: _follow(config))
-    except BaseException:
-        _leave_without_farewell()
+    except BaseException as error:
+        _leave_without_farewell(error)
         raise
     jax.distributed.shutdown()
     if ending.problem:
@@ -253,7 +253,8 @@ def _deaf() -> Iterator[None]:
         signal.set_wakeup_fd(watch, warn_on_full_buffer=False)
 
 
-def _leave_without_farewell() -> None:
-    """Has this process end without JAX's own farewell, which waits for those that may be dead."""
+def _leave_without_farewell(error: BaseException | None) -> None:
+    """Has this process, which ends for `error`, skip JAX's own farewell: it waits for the dead."""
     # What is registered last is called first; by then the command line has said what happened.
-    atexit.register(flush_and_exit, 1)
+    refused = isinstance(error, (ConfigError, ModelError, MissingExtraError))
+    atexit.register(flush_and_exit, 2 if refused else 1)

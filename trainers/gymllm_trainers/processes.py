@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 from jax.experimental import multihost_utils
 
 from gymllm.errors import ConfigError, RunError
@@ -26,7 +25,11 @@ LEADER = 0
 PING_S = 5.0
 """How often a leader that has nothing to say looks whether the others are there."""
 _LEAST_BYTES = 1 << 16
-"""Messages are padded to this times a power of two: each size is a program of its own."""
+"""Of a message's first piece."""
+_MORE_BYTES = 1 << 20
+"""Of each piece after it."""
+_LENGTH = np.dtype("<i8")
+"""How many bytes a message has, before them."""
 _SAID_BYTES = 1 << 12
 """Of what a process says to the others, so much is heard."""
 _END_PATIENCE_S = 4.0
@@ -192,7 +195,7 @@ class Leader:
         """
         with self._lock:
             if self.lost:
-                raise RunError(self.lost)
+                raise LostError(self.lost)
             try:
                 with collective():
                     _send((call, argument))
@@ -253,13 +256,9 @@ def receive() -> tuple[Call, Any]:
     """
     while True:
         with collective():
-            size = int(multihost_utils.broadcast_one_to_all(np.int32(0), is_source=False))
-            nothing = np.zeros(_padded(size), np.uint8)
-            payload: npt.NDArray[np.uint8] = np.asarray(
-                multihost_utils.broadcast_one_to_all(nothing, is_source=False)
-            )
+            payload = _broadcast(b"", is_source=False)
         # From the leader of the same run, which could run anything here anyway.
-        call, argument = pickle.loads(payload[:size].tobytes())
+        call, argument = pickle.loads(payload)
         if call is not Call.PING:
             return call, argument
 
@@ -285,18 +284,29 @@ def agree(problem: str) -> None:
 
 
 def _send(message: tuple[Call, object]) -> None:
-    payload = np.frombuffer(pickle.dumps(message), np.uint8)
-    multihost_utils.broadcast_one_to_all(np.int32(len(payload)), is_source=True)
-    padded = np.zeros(_padded(len(payload)), np.uint8)
-    padded[: len(payload)] = payload
-    multihost_utils.broadcast_one_to_all(padded, is_source=True)
+    _broadcast(pickle.dumps(message), is_source=True)
 
 
-def _padded(size: int) -> int:
-    padded = _LEAST_BYTES
-    while padded < size:
-        padded *= 2
-    return padded
+def _broadcast(payload: bytes, *, is_source: bool) -> bytes:
+    """The source's payload, in every process.
+
+    In pieces of two sizes, as each size is a program to compile: nearly every message is one small piece.
+    """
+    first = _LEAST_BYTES - _LENGTH.itemsize
+    head = np.array([len(payload)], _LENGTH).tobytes() + payload[:first]
+    heard = _broadcast_piece(head, _LEAST_BYTES, is_source=is_source)
+    size = int(np.frombuffer(heard[: _LENGTH.itemsize], _LENGTH)[0])
+    parts = [heard[_LENGTH.itemsize :]]
+    for start in range(first, size, _MORE_BYTES):
+        piece = payload[start : start + _MORE_BYTES]
+        parts.append(_broadcast_piece(piece, _MORE_BYTES, is_source=is_source))
+    return b"".join(parts)[:size]
+
+
+def _broadcast_piece(piece: bytes, size: int, *, is_source: bool) -> bytes:
+    padded = np.zeros(size, np.uint8)
+    padded[: len(piece)] = np.frombuffer(piece, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded, is_source=is_source)).tobytes()
 
 
 class LostError(RunError):

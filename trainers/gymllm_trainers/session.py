@@ -204,6 +204,8 @@ def try_checkpoint(session: Session, progress: Progress) -> None:
     """A checkpoint on the way: it is written while the run goes on, which it does if it can't be, too."""
     try:
         _checkpoint(session, progress, wait=False)
+    except LostError:  # that ends the run
+        raise
     except RunError as error:
         warn(str(error))
 
@@ -229,6 +231,8 @@ def _last_checkpoint(session: Session, progress: Progress) -> None:
     """The checkpoint that a run ends with, if none of the same state is there."""
     try:
         session.checkpoints.wait()
+    except LostError:
+        pass  # said below
     except RunError as error:
         warn(str(error))
     latest = session.checkpoints.latest()
