@@ -23,18 +23,9 @@ import numpy as np
 import numpy.typing as npt
 from table import Table
 
-PRESETS = (
-    "default",
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "reinforce_pp_baseline",
-    "ppo",
-    "gigpo",
-)
+from gymllm_trainers.algorithms.names import MAIN_PRESETS
+
+PRESETS = ("default", *MAIN_PRESETS)
 SETTINGS: dict[str, tuple[str, ...]] = {}
 """Flags that a preset is run with beside `--algorithm.preset`."""
 LAST = 10

@@ -260,6 +260,24 @@ def test_a_value_head_learns_what_to_expect(make_decoder: MakeDecoder) -> None:
     assert "value" not in str(nnx.to_pure_dict(nnx.state(learner.policy())).keys()), names
 
 
+def test_a_value_head_has_a_learning_rate_of_its_own(make_decoder: MakeDecoder) -> None:
+    moved: list[list[np.ndarray]] = []
+    for rate in (1.0, 10.0):
+        one = new_learner(make_decoder(0), AlgorithmConfig(preset="ppo", value_rate=rate))
+        before = parameters(one)
+        for group in groups():
+            one.add_group(group)
+        one.step()
+        moved.append([b - a for a, b in zip(before, parameters(one), strict=True)])
+    slow, fast = moved
+    head = len(jax.tree.leaves(one.state.value))
+    for a, b in zip(slow[:-head], fast[:-head], strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(slow[-head:], fast[-head:], strict=True):
+        assert np.any(a != 0)
+        np.testing.assert_allclose(b, 10 * a, rtol=1e-5)
+
+
 def test_values_go_through_any_packing(make_decoder: MakeDecoder) -> None:
     algorithm = AlgorithmConfig(preset="ppo")
     results = []

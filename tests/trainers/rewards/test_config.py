@@ -21,8 +21,14 @@ JUDGE = {"kind": "judge", "model": "policy", "question": "Was it polite?"}
         ({"kind": "judge", "model": "policy"}, "reward.question must say"),
         ({"weight": 2.0}, "reward.weight is 2.0, but reward.kind is environment"),
         ({"combine": "replace"}, "it is for function and judge and model"),
-        ({"kind": "function", "function": "a:b", "tries": 5}, "reward.tries is 5, but reward.kind is function; it is for judge"),
-        ({"kind": "function", "function": "a:b", "rows": 8}, "reward.rows is 8, but reward.kind is function; it is for model"),
+        (
+            {"kind": "function", "function": "a:b", "tries": 5},
+            "reward.tries is 5, but reward.kind is function; it is for judge",
+        ),
+        (
+            {"kind": "function", "function": "a:b", "rows": 8},
+            "reward.rows is 8, but reward.kind is function; it is for model",
+        ),
         ({"function": "a:b"}, "reward.kind is environment; it is for function"),
         ({"model": "x"}, "it is for judge and model"),
         ({"kind": "model", "model": "x", "question": "?"}, "it is for judge"),

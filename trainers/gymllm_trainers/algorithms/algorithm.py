@@ -53,6 +53,7 @@ class Algorithm:
     scale: Scale = "std"
     value_coef: float = 0.5
     value_clip: float = 0.2
+    value_rate: float = 10.0
     entropy_coef: float = 0.0
     zero_variance: ZeroVariance = "refill"
     keep_best: int = 1

@@ -88,6 +88,9 @@ class AlgorithmConfig:
     """gae: weight of the value loss."""
     value_clip: float | None = None
     """gae: how far the value may move from the old one before its loss counts the move; 0: any distance."""
+    value_rate: float | None = None
+    """gae: learning rate of the value head, times optimizer.learning_rate: it starts at zero and must know
+    what to expect before its advantages mean anything, while the policy has learnt already."""
     entropy_coef: float | None = None
     """Weight of the entropy that is added to what is maximised."""
     zero_variance: ZeroVariance | None = None
@@ -130,6 +133,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "turn_weight": (0.0, _MOST, ">= 0"),
     "value_coef": (_TINY, _MOST, "> 0"),
     "value_clip": (0.0, _MOST, ">= 0"),
+    "value_rate": (_TINY, _MOST, "> 0"),
     "entropy_coef": (0.0, _MOST, ">= 0"),
     "keep_best": (1, _MOST, ">= 1"),
     "keep_above": (-_MOST, _MOST, "a finite number"),

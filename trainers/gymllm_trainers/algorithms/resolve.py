@@ -102,6 +102,7 @@ _USES: dict[str, _Use] = {
     "scale": _Use(lambda a: a.advantage == "gigpo", "advantage is gigpo"),
     "value_coef": _gae,
     "value_clip": _gae,
+    "value_rate": _gae,
     "keep_best": _best,
     "keep_above": _best,
 }

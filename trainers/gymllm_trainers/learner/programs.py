@@ -129,6 +129,10 @@ class Programs:
         updates, optimizer = self._optimizer.update(
             _optimized(mean), optimizer, _optimized(trained)
         )
+        if trained.value is not None:
+            rate = self._algorithm.value_rate
+            of_value = jax.tree.map(lambda leaf: rate * leaf, cast("Trained", updates).value)
+            updates = cast("Trained", updates)._replace(value=of_value)
         after = optax.apply_updates(_optimized(trained), updates)
         trained = Trained(after) if trained.value is None else cast("Trained", after)
         return trained, optimizer, jax.tree.map(jnp.zeros_like, gradient), norm
