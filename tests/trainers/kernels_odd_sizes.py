@@ -39,6 +39,16 @@ def main(library: Path) -> None:
                 rows[0] = tokens // 2 + 1
                 loaded.linear(x, kernel, 1, rows).block_until_ready()
                 loaded.logits_tied(x, kernel[1].T).block_until_ready()
+    for tokens in (1, 8, 63, 64, 65, 150):
+        for size, window in ((16, 0), (48, 1), (80, 30)):
+            shapes = ((2, tokens, heads, size) for heads in (6, 2, 2, 6))
+            *rows, cotangent = (draw(*shape, dtype="float32") for shape in shapes)
+            ends = np.minimum(np.arange(tokens) + rng.integers(0, 90, size=(2, tokens)), tokens)
+            places = np.tile(np.arange(tokens), (2, 1))
+            inputs = (*rows, jnp.asarray(ends, jnp.int32), jnp.asarray(places), jnp.int32(window))
+            outputs = loaded.packed_attention(*inputs, scale=1.0)
+            parts = loaded.packed_attention_backward(inputs, outputs, cotangent, scale=1.0)
+            jax.block_until_ready(parts)
     for size, page_size in ((1, 1), (17, 3), (64, 16), (80, 70)):
         for cache_type, query_type in CACHE_TYPES:
             table = np.zeros((3, -(-140 // page_size)), np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from gymllm.errors import ConfigError
+from gymllm_trainers.engine.kernels import load, unavailable
 from gymllm_trainers.models.attention import (
     Implementation,
     ends_of_segments,
@@ -115,12 +117,18 @@ TREES = Case(((37,), (5, 1, 20), ()), 37, branch=0.3)
 TREES_WINDOW = Case(((37,), (9, 21)), 37, heads=3, groups=3, window=5, branch=0.2)
 TREES_WINDOW_AND_CAP = TREES_WINDOW._replace(groups=1, window=7, softcap=1.5)
 TREES_LONG = LONG._replace(branch=0.02)
+# Heads of whole vectors; more tokens than a block has, and none that it divides.
+NATIVE = Case(((150,), (70, 1, 60), ()), 150, size=16, branch=0.05)
+NATIVE_WINDOW = NATIVE._replace(heads=9, groups=3, size=80, window=20)
+NATIVE_SEQUENCES = Case(((200,), (64, 130)), 200, heads=2, groups=1, size=64)
 
 Attend = Callable[..., jax.Array]
 
 
 def by_name(name: Implementation) -> Attend:
     def attend(*arrays: jax.Array, **options: Any) -> jax.Array:
+        if name == "native" and load() is None:
+            pytest.skip(str(unavailable()))
         return packed_attention(*arrays[:4], implementation=name, **options)
 
     return attend
@@ -140,6 +148,7 @@ IMPLEMENTATIONS: dict[str, Attend] = {
     "auto": by_name("auto"),
     "reference": by_name("reference"),
     "blocks": in_blocks,
+    "native": by_name("native"),
     "xla": by_name("xla"),
     "splash": splash_without_branches,
     "splash, branched": by_name("splash"),
@@ -198,6 +207,10 @@ def check(found: tuple[Any, Any], case: Case) -> None:
         ("reference", LONG),
         ("auto", WINDOW_AND_CAP),
         ("auto", Case(((1,),), 1, window=1)),
+        ("native", NATIVE),
+        ("native", NATIVE_WINDOW),
+        ("native", NATIVE_SEQUENCES),
+        ("native", Case(((1,), ()), 1, size=16)),
         ("xla", SEGMENTS),
         ("xla", WINDOW),
         ("splash", SEGMENTS),
@@ -225,6 +238,7 @@ def test_agrees_with_a_dense_reference(name: str, case: Case) -> None:
     [
         ("blocks", TREES_WINDOW),
         ("xla", TREES_WINDOW),
+        ("native", TREES_WINDOW._replace(size=32)),
         ("splash", WINDOW),
         ("splash, branched", TREES_WINDOW),
     ],
@@ -267,7 +281,13 @@ def test_ends_of_segments_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [("blocks", TREES), ("xla", TREES), ("splash", SEGMENTS), ("splash, branched", TREES)],
+    [
+        ("blocks", TREES),
+        ("native", NATIVE),
+        ("xla", TREES),
+        ("splash", SEGMENTS),
+        ("splash, branched", TREES),
+    ],
 )
 def test_bfloat16(name: str, case: Case) -> None:
     query, key, value, _ = case.arrays(jnp.bfloat16)
@@ -281,20 +301,21 @@ def test_bfloat16(name: str, case: Case) -> None:
         assert np.sqrt(np.mean(error**2)) < 0.02 * np.sqrt(np.mean(other**2))
 
 
-def test_ends_need_not_be_a_tree() -> None:
-    case = Case(((40,),), 40)
+@pytest.mark.parametrize("name", ["blocks", "native"])
+def test_ends_need_not_be_a_tree(name: str) -> None:
+    case = Case(((40,),), 40, size=16)
     query, key, value, _ = case.arrays()
     ends = np.arange(1, 41) + np.random.default_rng(0).integers(0, 20, size=(1, 40))
     ends = np.minimum(ends, 40).astype(np.int32)
-    attend = jax.jit(functools.partial(in_blocks, scale=0.7))
+    attend = jax.jit(functools.partial(IMPLEMENTATIONS[name], scale=0.7))
     mixed = attend(query, key, value, jnp.asarray(ends))
     wide = [np.asarray(x, np.float64) for x in (query, key, value)]
     np.testing.assert_allclose(mixed, dense(np, *wide, ends, scale=0.7), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("name", ["reference", "native", "xla"])
 def test_a_packed_sequence_is_what_it_is_alone(name: Implementation) -> None:
-    case = Case(((11, 13, 6),), 37)
+    case = Case(((11, 13, 6),), 37, size=16)
     query, key, value, _ = case.arrays()
     attend = jax.jit(functools.partial(packed_attention, scale=0.7, implementation=name))
     together = attend(query, key, value, jnp.asarray(case.ends))
@@ -303,31 +324,38 @@ def test_a_packed_sequence_is_what_it_is_alone(name: Implementation) -> None:
     np.testing.assert_allclose(together[:, 11:24], alone, atol=1e-6)
 
 
-def test_blocks_out_of_reach_are_not_looked_at() -> None:
+@pytest.mark.parametrize(
+    "attend", [functools.partial(blocked_attention, block=8), by_name("native")]
+)
+def test_blocks_out_of_reach_are_not_looked_at(attend: Attend) -> None:
     """What is computed from them would not be a number."""
-    query, key, value, _ = Case(((64,),), 64).arrays()
-    poisoned = [x.at[:, 16:32].set(jnp.nan) for x in (key, value)]
+    # Queries of a block are all looked at together: the last sixteen have a block of their own.
+    query, key, value, _ = Case(((64,),), 64, size=16).arrays()
+    query, key, value = (jnp.pad(x, ((0, 0), (16, 0), (0, 0), (0, 0))) for x in (query, key, value))
+    poisoned = [x.at[:, 32:48].set(jnp.nan) for x in (key, value)]
 
     @jax.jit
     @jax.value_and_grad
     def total(query: jax.Array, ends: jax.Array, window: jax.Array) -> jax.Array:
-        mixed = blocked_attention(query, *poisoned, ends, scale=0.7, window=window, block=8)
-        return mixed[:, 48:].sum()
+        mixed = attend(query, *poisoned, ends, scale=0.7, window=window)
+        return mixed[:, 64:].sum()
 
-    # A trunk of 16 tokens with branches of 16, 16 and 16: the last one skips what is in between.
-    tree = jnp.repeat(jnp.array([[64, 32, 48, 64]]), 16, axis=1)
-    whole = jnp.full((1, 64), 64)
+    # A sequence of 16 tokens; a trunk of 16 with branches of 16, 16 and 16: the last one skips what is in
+    # between.
+    tree = jnp.repeat(jnp.array([[16, 80, 48, 64, 80]]), 16, axis=1)
+    whole = jnp.repeat(jnp.array([[16, 80, 80, 80, 80]]), 16, axis=1)
     for ends, window in ((tree, 64), (whole, 9)):
         result, gradient = total(query, ends, jnp.int32(window))
         assert jnp.isfinite(result)
-        assert jnp.isfinite(gradient[:, 48:]).all()
+        assert jnp.isfinite(gradient[:, 64:]).all()
     # All of one sequence, they are looked at.
     assert jnp.isnan(total(query, whole, jnp.int32(64))[0])
 
 
-def test_memory_is_linear_in_tokens() -> None:
+@pytest.mark.parametrize("size", [8, 16])
+def test_memory_is_linear_in_tokens(size: int) -> None:
     def held(tokens: int) -> int:
-        x = jax.ShapeDtypeStruct((1, tokens, 2, 8), jnp.float32)
+        x = jax.ShapeDtypeStruct((1, tokens, 2, size), jnp.float32)
         ends = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
         def total(query: jax.Array, key: jax.Array, value: jax.Array, ends: jax.Array) -> jax.Array:
@@ -343,8 +371,9 @@ def test_memory_is_linear_in_tokens() -> None:
     assert large < 12288**2  # less than a quarter of one matrix of scores
 
 
-def test_works_under_vmap_and_remat() -> None:
-    case = TREES_WINDOW
+@pytest.mark.parametrize("attend", [in_blocks, by_name("native")])
+def test_works_under_vmap_and_remat(attend: Attend) -> None:
+    case = TREES_WINDOW._replace(size=16)
     query, key, value, weight = case.arrays()
     ends, positions = map(jnp.asarray, case.layout)
 
@@ -356,7 +385,7 @@ def test_works_under_vmap_and_remat() -> None:
         @jax.checkpoint
         def total(*arrays: jax.Array) -> jax.Array:
             options = case.options() | {"positions_BT": positions}
-            return (in_blocks(*arrays, ends, **options) * weight).sum()
+            return (attend(*arrays, ends, **options) * weight).sum()
 
         return jax.grad(total, (0, 1, 2))(*rows)
 
@@ -371,10 +400,12 @@ def test_works_under_vmap_and_remat() -> None:
 SHARDED = """
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
+    from gymllm_trainers.engine.kernels import load
     from gymllm_trainers.models.attention import packed_attention
 
+    native = ["native"] if load() else []
     rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.normal(size=(4, 24, n, 8)), jnp.float32) for n in (4, 2, 2))
+    query, key, value = (jnp.asarray(rng.normal(size=(4, 24, n, 16)), jnp.float32) for n in (4, 2, 2))
     # A trunk of 6 tokens with two branches, a sequence, and padding; a different one in each row.
     ends = [[20 + row] * 6 + [10 + row] * (4 + row) + [20 + row] * 10 + [0] * (4 - row)
             for row in range(4)]
@@ -391,7 +422,7 @@ SHARDED = """
 
     for shape in ((2, 2, 2), (2, 1, 4), (8, 1, 1)):
         mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3)
-        for name in ("reference", "splash") if shape == (2, 2, 2) else ("xla",):
+        for name in ["reference", "splash", *native] if shape == (2, 2, 2) else ["xla", *native]:
             expected = gradients(name, 5)(query, key, value)
             with jax.set_mesh(mesh):
                 # 4 rows can't be spread over 8 devices, nor 2 heads over 4: then each device has all.
@@ -414,7 +445,11 @@ def test_a_mesh_changes_nothing() -> None:
         text=True,
         timeout=120,
         check=False,
-        env={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env={
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "PATH": os.environ["PATH"],
+        },
     )
     assert result.stdout == "equal\n", result.stderr
 
@@ -431,6 +466,8 @@ def test_a_mesh_changes_nothing() -> None:
             {"implementation": "splash", "window": jnp.int32(4), "branched": False},
             "local_window where window is",
         ),
+        ({"implementation": "native", "softcap": 2.0}, "has no soft cap, and softcap is 2.0"),
+        ({"implementation": "native"}, r"size must be a multiple of \d+, got 7|No C compiler"),
         ({"implementation": "flash"}, "Unknown attention implementation 'flash'"),
         ({"window": 0}, "window must be >= 1 token, got 0"),
         ({"local_window": -1}, "local_window must be >= 1 token, got -1"),
@@ -438,7 +475,7 @@ def test_a_mesh_changes_nothing() -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:
-    query, key, value, _ = Case(((5,),), 5).arrays()
+    query, key, value, _ = Case(((5,),), 5, size=7).arrays()
     with pytest.raises(ConfigError, match=message):
         packed_attention(query, key, value, jnp.full((1, 5), 5), scale=1.0, **options)
 

@@ -186,6 +186,27 @@ def test_portable_attention_equals_native(native: kernels.Kernels, plain: kernel
         np.testing.assert_allclose(outs[0], outs[1], rtol=1e-5, atol=1e-5)
 
 
+@needs_compiler
+def test_portable_packed_attention_equals_native(
+    native: kernels.Kernels, plain: kernels.Kernels
+) -> None:
+    ends = np.zeros((2, 70), np.int32)
+    ends[0, :30], ends[0, 30:66], ends[1] = 30, np.arange(31, 67), 70
+    ends[0, 30:40] = 66
+    positions = np.tile(np.arange(70, dtype=np.int32), (2, 1))
+    inputs = [draw(seed, 2, 70, heads, 48) for seed, heads in enumerate((6, 2, 2))]
+    inputs += [jnp.asarray(ends), jnp.asarray(positions), jnp.int32(50)]
+    found = []
+    for each in (native, plain):
+        outputs = each.packed_attention(*inputs, scale=0.3)
+        cotangent = draw(9, 2, 70, 6, 48)
+        parts = each.packed_attention_backward(tuple(inputs), outputs, cotangent, scale=0.3)
+        found.append((*outputs, *parts))
+    assert native.lanes % plain.lanes == 0
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 def test_values_that_make_no_sense_are_refused(native: kernels.Kernels) -> None:
     kernel, x = draw(0, 3, 16, 16), draw(1, 2, 16)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such layer"):
@@ -278,6 +299,9 @@ def test_missing_memory_is_said(tmp_path: Path) -> None:
     query, table = draw(0, 1, 2, 2, 16), np.array([[1, 2]], np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="No memory is left"):
         loaded.paged_attention(query, cache, 0, table, [3], [2], scale=1.0).block_until_ready()
+    rows = (draw(0, 1, 9, 2, 16), *(draw(1, 1, 9, 1, 16),) * 2, jnp.full((1, 9), 9))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No memory is left"):
+        loaded.packed_attention(*rows, rows[-1], jnp.int32(0), scale=1.0)[0].block_until_ready()
     with pytest.raises(jax.errors.JaxRuntimeError, match="No memory is left"):
         loaded.draw(x, jnp.ones(40), jnp.zeros(40), softcap=None).block_until_ready()
 

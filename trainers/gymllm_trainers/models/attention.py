@@ -8,6 +8,7 @@ one number a token says who its descendants are. Sequences are trees without bra
 | implementation | where | what it can't do |
 |---|---|---|
 | reference | anywhere; memory linear in T (`attention_reference.py`) | |
+| native | CPU, in C; memory linear in T (`attention_native.py`) | soft caps; heads of broken vectors |
 | xla | anywhere; holds [B, N, T, T] scores | soft caps |
 | cudnn | GPU; holds a [B, T, T] mask | soft caps, float32, heads that cuDNN has no kernel for |
 | splash | TPU; a CPU interprets it; a [B, T, T] mask if branched | else a traced window of unknown size |
@@ -33,10 +34,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AxisType, PartitionSpec
 
 from gymllm.errors import ConfigError, UnknownNameError
+from gymllm_trainers.models import attention_native
 from gymllm_trainers.models.attention_reference import blocked_attention
 from gymllm_trainers.models.sharding import ROW_AXES, on_whole_rows
 
-Implementation = Literal["auto", "reference", "xla", "cudnn", "splash"]
+Implementation = Literal["auto", "reference", "native", "xla", "cudnn", "splash"]
 
 _HEAD_AXIS = "tensor"
 """Mesh axis that divides key-value heads, with their query heads."""
@@ -230,6 +232,7 @@ class _Attention:
         candidates: dict[str, dict[Implementation, int]] = {
             "gpu": {"cudnn": pairs * query_BTNH.dtype.itemsize, "xla": pairs * heads * 4},
             "tpu": {"splash": 0},
+            "cpu": {"native": 0},
         }
         for name, held_bytes in candidates.get(_platform(), {}).items():
             if held_bytes <= _DENSE_BYTES and self.refusal(name, query_BTNH) is None:
@@ -242,6 +245,12 @@ class _Attention:
         platform = _platform()
         if name in ("xla", "cudnn") and self.softcap is not None:
             return f"jax.nn.dot_product_attention has no soft cap, and softcap is {self.softcap}"
+        if name == "native":
+            if platform != "cpu":
+                return f"it is for CPUs, got {platform}"
+            if self.softcap is not None:
+                return f"it has no soft cap, and softcap is {self.softcap}"
+            return attention_native.refusal(size)
         if name == "cudnn":
             capability = _compute_capability()
             largest = 256 if capability >= 9 else 128
@@ -275,6 +284,14 @@ class _Attention:
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+        )
+
+    def native(
+        self, query: Array, key: Array, value: Array, ends: Array, positions: Array
+    ) -> Array:
+        """In C, where only what some query sees is computed."""
+        return attention_native.native_attention(
+            query, key, value, ends, positions, scale=self.scale, window=self.window
         )
 
     def xla(self, query: Array, key: Array, value: Array, ends: Array, positions: Array) -> Array:

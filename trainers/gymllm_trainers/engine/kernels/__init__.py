@@ -12,6 +12,7 @@ These read weights in place, once, and give a row the same bits whatever else is
     attention.*     attention over the paged cache, and writing to it
     trunk.c         every layer of a dense decoder, in one call
     sample.c        tokens from hidden states
+    packed_attention.c  attention of the trainer's packed rows, and its gradient
 """
 
 from gymllm_trainers.engine.kernels.build import build as build

@@ -32,6 +32,8 @@ _TARGETS = (
     "trunk",
     "sample",
     "draw",
+    "packed_attention",
+    "packed_attention_backward",
 )
 _TYPES = (jnp.float32, jnp.bfloat16)
 _lock = threading.Lock()
@@ -109,6 +111,8 @@ class Kernels:
     """Of the names: a program kept in JAX's cache finds the library it was compiled for, or none."""
     multiplies_bfloat16: bool
     """Whether the processor multiplies bfloat16 numbers itself."""
+    lanes: int
+    """Numbers of a vector."""
 
     def linear(
         self, x_TI: Array, kernels_LIO: Array, layer: Array | int, rows: Array | None = None
@@ -182,6 +186,73 @@ class Kernels:
             scale=np.float32(scale),
             softcap=np.float32(softcap or 0.0),
         )
+
+    def packed_attention(
+        self,
+        query_BTNH: Array,
+        key_BTKH: Array,
+        value_BTKH: Array,
+        ends_BT: Array,
+        positions_BT: Array,
+        window: Array,
+        *,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
+        """Attention of packed rows of trees, for training; `models/attention.py` has what is computed.
+
+        Args:
+            query_BTNH: float32, as are keys and values; `lanes` divides H.
+            key_BTKH: Keys.
+            value_BTKH: Values.
+            ends_BT: int32.
+            positions_BT: int32.
+            window: int32 scalar; 0 is none.
+            scale: Of the scores.
+
+        Returns:
+            Mixed values [B, T, N, H]; each query's highest score and its sum of exp(score - highest),
+            [B, N, T].
+        """
+        batch, tokens, heads, _ = query_BTNH.shape
+        of_query = jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)
+        shapes = [jax.ShapeDtypeStruct(query_BTNH.shape, jnp.float32), of_query, of_query]
+        call = jax.ffi.ffi_call(f"{self.prefix}_packed_attention", shapes, vmap_method="sequential")
+        integers = map(_int32, (ends_BT, positions_BT, window))
+        mixed, peak, total = call(
+            query_BTNH, key_BTKH, value_BTKH, *integers, scale=np.float32(scale)
+        )
+        return mixed, peak, total
+
+    def packed_attention_backward(
+        self,
+        inputs: tuple[Array, ...],
+        outputs: tuple[Array, ...],
+        cotangent: Array,
+        *,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
+        """The gradient of `packed_attention`.
+
+        Args:
+            inputs: Its arguments, in order.
+            outputs: Its results.
+            cotangent: Of the mixed values, float32 [B, T, N, H].
+            scale: As there.
+
+        Returns:
+            Of queries [B, T, N, H], keys and values [B, T, K, H], float32.
+        """
+        batch, tokens, heads, size = cotangent.shape
+        query, key, value, *integers = inputs
+        shapes = [jax.ShapeDtypeStruct(cotangent.shape, jnp.float32)] * 3
+        name = f"{self.prefix}_packed_attention_backward"
+        call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
+        d_query, d_key, d_value = call(
+            query, key, value, *map(_int32, integers), *outputs, cotangent, scale=np.float32(scale)
+        )
+        groups = key.shape[2]
+        shape = (batch, tokens, groups, heads // groups, size)
+        return d_query, d_key.reshape(shape).sum(3), d_value.reshape(shape).sum(3)
 
     def take_trunk(
         self, config: DecoderConfig, dtypes: set[Any], *, adapters: bool, compute_dtype: DTypeLike
@@ -343,6 +414,7 @@ def open_library(library: Path) -> Kernels:
             functions = ctypes.CDLL(str(library))
             found = {name: getattr(functions, f"gymllm_{name}") for name in _TARGETS}
             has_pairs = bool(functions.gymllm_has_pairs())
+            lanes = int(functions.gymllm_lanes())
         except (OSError, AttributeError) as error:  # AttributeError: another library
             raise EngineError(
                 f"The engine's kernels can't be loaded: {error}. Remove {library} to have them built again."
@@ -351,7 +423,7 @@ def open_library(library: Path) -> Kernels:
         for name, function in found.items():
             handler = jax.ffi.pycapsule(function)
             jax.ffi.register_ffi_target(f"{prefix}_{name}", handler, platform="cpu")
-        return Kernels(prefix, has_pairs)
+        return Kernels(prefix, has_pairs, lanes)
 
 
 @functools.cache
