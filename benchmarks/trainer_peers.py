@@ -1,7 +1,8 @@
 """Training on the same recorded groups, with the same model: ours, google-tunix's trainer and TRL's.
 
 Each is a process of its own and takes one optimizer step on the same groups in its turn (A B C D A B C
-D); the best round of each counts, and the first, in which things are compiled, never does. A step is all
+D), or of the large model, whose trainers don't fit into memory together, after the one before has ended; the
+best round of each counts, and one on the first group, in which things are compiled, never does. A step is all
 that lies between finished episodes and new parameters: laying them out, the gradient, clipping and AdamW.
 """
 
@@ -65,6 +66,8 @@ class Size:
     """Padded sequences that peers compute at once: as many as memory allows."""
     rounds: int
     """That count."""
+    together: bool
+    """Whether trainers take turns; else one after another."""
 
 
 SMALL = Size(
@@ -86,6 +89,7 @@ SMALL = Size(
     row_tokens=2048,
     peer_rows=8,
     rounds=3,
+    together=True,
 )
 LARGE = Size(
     name="135 M",
@@ -102,11 +106,12 @@ LARGE = Size(
         rope_theta=ROPE_THETA,
         qk_norm=True,
     ),
-    groups=1,
+    groups=2,
     rows=1,
     row_tokens=2048,
     peer_rows=2,
-    rounds=2,  # of minutes each
+    rounds=1,  # of minutes
+    together=False,
 )
 
 
@@ -120,7 +125,7 @@ def peer_rows(table: Table, venvs: Path, model: str, *, quick: bool, peers: bool
     rate = product_rate(table, quick=quick)
     for size in (SMALL,) if quick else (SMALL, LARGE):
         tokenizer = tokenizer_of(size, model)
-        with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             decoder = random_decoder(size.shape, seed=0)
             groups = record(tokenizer, groups=1 if quick else size.groups)
@@ -129,10 +134,12 @@ def peer_rows(table: Table, venvs: Path, model: str, *, quick: bool, peers: bool
             write_groups(folder / "groups.jsonl", groups)
             write_trace(folder / "trace.json", groups)
             _describe(table, size, groups)
-            runners = _start(table, venvs, folder, size, peers, stack)
-            if peers:
-                _same_logprobs(table, size, groups, runners)
-            _measure(table, size, groups, runners, rate, rounds=1 if quick else size.rounds)
+            starts = _starts(venvs, folder, size, peers=peers)
+            found: dict[str, dict[str, Any]] = {}
+            for names in [list(starts)] if size.together else [[name] for name in starts]:
+                turn = {name: starts[name] for name in names}
+                found |= _measure(table, size, groups, turn, rounds=1 if quick else size.rounds)
+            _report(table, size, groups, found, rate)
 
 
 def product_rate(table: Table, *, quick: bool) -> float:
@@ -147,64 +154,32 @@ def product_rate(table: Table, *, quick: bool) -> float:
     return max(rates.values())
 
 
-@dataclass
-class Runner:
-    """One trainer in its process."""
+@dataclass(frozen=True)
+class Start:
+    """How a trainer's process is started, and what each of its steps is asked with."""
 
-    session: PeerSession
+    session: Callable[[], PeerSession]
     arguments: dict[str, object] = field(default_factory=dict[str, object])
-    answers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-
-    def ask(self, **more: object) -> dict[str, Any]:
-        """A step's figures."""
-        return self.session.ask("step", **self.arguments, **more)
-
-    @property
-    def best(self) -> dict[str, Any]:
-        """The round that took least, without the first."""
-        return min(self.answers[1:], key=lambda answer: answer["seconds"])
 
 
-def _start(
-    table: Table, venvs: Path, folder: Path, size: Size, peers: bool, stack: ExitStack
-) -> dict[str, Runner]:
-    """Ours, and the peers that can be had."""
+def _starts(venvs: Path, folder: Path, size: Size, *, peers: bool) -> dict[str, Start]:
+    """Ours, and the peers."""
     model, trace = folder / "model", folder / "trace.json"
     script = Path(__file__).parent / "trainer_ours.py"
     ours = [str(script), str(model), str(folder / "groups.jsonl"), str(size.rows)]
     command = [sys.executable, *ours, str(size.row_tokens)]
-    runners = {"gymllm": Runner(stack.enter_context(PeerSession(venvs, "", command=command)))}
+    starts = {"gymllm": Start(lambda: PeerSession(venvs, "", command=command))}
     if not peers:
-        return runners
-    starts: list[tuple[str, Callable[[], PeerSession], dict[str, object]]] = [
-        *(
-            (
-                name,
-                lambda: PeerSession(
-                    venvs,
-                    "tunix",
-                    model,
-                    trace,
-                    size.peer_rows,
-                    size.row_tokens,
-                    script="tunix_grpo.py",
-                ),
-                {"packed": packed},
-            )
-            for name, packed in (("google-tunix", False), ("google-tunix, packed", True))
-        ),
-        (
-            "TRL",
-            lambda: PeerSession(venvs, "trl", model, trace, size.peer_rows, os.cpu_count()),
-            {},
-        ),
-    ]
-    for name, start, arguments in starts:
-        try:
-            runners[name] = Runner(stack.enter_context(start()), arguments)
-        except PeerError as error:
-            table.add(f"{size.name}: {name}", f"not measured: {error}")
-    return runners
+        return starts
+    tunix = (model, trace, size.peer_rows, size.row_tokens)
+    for name, packed in (("google-tunix", False), ("google-tunix, packed", True)):
+        starts[name] = Start(
+            lambda: PeerSession(venvs, "tunix", *tunix, script="tunix_grpo.py"), {"packed": packed}
+        )
+    starts["TRL"] = Start(
+        lambda: PeerSession(venvs, "trl", model, trace, size.peer_rows, os.cpu_count())
+    )
+    return starts
 
 
 def _describe(table: Table, size: Size, groups: list[Group]) -> None:
@@ -215,48 +190,60 @@ def _describe(table: Table, size: Size, groups: list[Group]) -> None:
     table.add(f"{size.name}: of a step's tokens, trained", trained(groups) / each.sum())
 
 
-def _same_logprobs(
-    table: Table, size: Size, groups: list[Group], runners: dict[str, Runner]
-) -> None:
-    """Whether all compute the same of the same weights: else they would not do the same work."""
-    segment = groups[0].trajectories[0].segments[0]
-    start = int(segment.mask.argmax())
-    mask, expected = segment.mask[start:] == 1, segment.logprobs[start:]
-    for name, runner in list(runners.items())[1:]:
-        try:
-            theirs = np.array(runner.ask(groups=[0], logprobs=True)["logprobs"], np.float32)
-        except PeerError as error:
-            table.add(f"{size.name}: {name}", f"not measured: {error}")
-            del runners[name]
-            continue
-        gap = float(np.abs(theirs - expected)[mask].max())
-        table.add(f"{size.name}: largest difference of log-probabilities, {name}", gap, "nats", "0")
-
-
 def _measure(
+    table: Table, size: Size, groups: list[Group], starts: dict[str, Start], *, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Each trainer's best round; of those that could be run."""
+    answers: dict[str, list[dict[str, Any]]] = {}
+    with ExitStack() as stack:
+        sessions: dict[str, PeerSession] = {}
+        for turn in range(-1, rounds):
+            asked = [0] if turn < 0 else list(range(len(groups)))
+            for name, start in starts.items():
+                try:
+                    if turn < 0:
+                        sessions[name] = stack.enter_context(start.session())
+                        if name != "gymllm":
+                            _same_logprobs(table, size, groups[0], name, sessions[name], start)
+                    elif name not in answers:
+                        continue
+                    answer = sessions[name].ask("step", groups=asked, **start.arguments)
+                except PeerError as error:
+                    table.add(f"{size.name}: {name}", f"not measured: {error}")
+                    answers.pop(name, None)
+                else:
+                    answers.setdefault(name, []).append(answer)
+    return {
+        name: min(found[1:], key=lambda answer: answer["seconds"])
+        for name, found in answers.items()
+    }
+
+
+def _same_logprobs(
+    table: Table, size: Size, group: Group, name: str, session: PeerSession, start: Start
+) -> None:
+    """Whether it computes what we do of the same weights: else it would not do the same work."""
+    segment = group.trajectories[0].segments[0]
+    first = int(segment.mask.argmax())
+    mask, expected = segment.mask[first:] == 1, segment.logprobs[first:]
+    answer = session.ask("step", groups=[0], logprobs=True, **start.arguments)
+    gap = float(np.abs(np.array(answer["logprobs"], np.float32) - expected)[mask].max())
+    table.add(f"{size.name}: largest difference of log-probabilities, {name}", gap, "nats", "0")
+
+
+def _report(
     table: Table,
     size: Size,
     groups: list[Group],
-    runners: dict[str, Runner],
+    found: dict[str, dict[str, Any]],
     rate: float,
-    rounds: int,
 ) -> None:
-    asked = list(range(len(groups)))
-    for _ in range(rounds + 1):
-        for name, runner in list(runners.items()):
-            try:
-                runner.answers.append(runner.ask(groups=asked))
-            except PeerError as error:
-                table.add(f"{size.name}: {name}", f"not measured: {error}")
-                del runners[name]
-    real = float(lengths(groups).sum())
-    wanted = trained(groups)
-    if "gymllm" not in runners:
+    if "gymllm" not in found:
         return
-    ours = wanted / runners["gymllm"].best["seconds"]
-    for name, runner in runners.items():
-        best, what = runner.best, f"{size.name}: {name}"
-        seconds = best["seconds"]
+    real, wanted = float(lengths(groups).sum()), trained(groups)
+    ours = wanted / found["gymllm"]["seconds"]
+    for name, best in found.items():
+        what, seconds = f"{size.name}: {name}", best["seconds"]
         table.add(f"{what}: trained tokens", best["trained"] / seconds, "tokens/s")
         # Ours may compute a shared token once, google-tunix's packing leaves some out.
         tokens = best.get("tokens", real)
@@ -269,7 +256,7 @@ def _measure(
         if name in GOALS:
             ratio = ours / (best["trained"] / seconds)
             table.add(f"{size.name}: gymllm to {name}", ratio, "x", f">= {GOALS[name]:g}")
-    _peak_rows(table, size, groups, runners["gymllm"].best, rate)
+    _peak_rows(table, size, groups, found["gymllm"], rate)
 
 
 def _peak_rows(
