@@ -23,10 +23,8 @@ class GroupStream:
     """
 
     def __init__(self, group_size: int) -> None:
-        if group_size < 2:
-            raise ConfigError(
-                f"rollout.group_size must be >= 2 for a group baseline, got {group_size}."
-            )
+        if group_size < 1:
+            raise ConfigError(f"rollout.group_size must be >= 1, got {group_size}.")
         self.group_size = group_size
         self._partial: dict[int, dict[str, _Partial]] = {}
 

@@ -56,10 +56,8 @@ class RolloutConfig:
     """Groups replaced one after another, with none finished between, before the run stops."""
 
     def __post_init__(self) -> None:
-        if self.group_size < 2:
-            raise ConfigError(
-                f"rollout.group_size must be >= 2 for a group baseline, got {self.group_size}."
-            )
+        if self.group_size < 1:
+            raise ConfigError(f"rollout.group_size must be >= 1, got {self.group_size}.")
         for name in ("concurrency", "max_turns", "max_failed_groups"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name} must be >= 1, got {getattr(self, name)}.")

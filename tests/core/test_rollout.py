@@ -483,7 +483,7 @@ async def test_groups_trained_in_order_are_never_older_than_max_lag(max_lag: int
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"group_size": 1}, "rollout.group_size must be >= 2 for a group baseline, got 1."),
+        ({"group_size": 0}, "rollout.group_size must be >= 1, got 0."),
         ({"concurrency": 0}, "rollout.concurrency must be >= 1, got 0."),
         ({"max_turns": 0}, "rollout.max_turns must be >= 1, got 0."),
         ({"max_failed_groups": 0}, "rollout.max_failed_groups must be >= 1, got 0."),

@@ -110,7 +110,7 @@ def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
     [
         (["--rollout.group-sise", "4"], "--rollout.group-size"),
         (["--rollout.group-size", "four"], "four"),
-        (["--rollout.group-size", "1"], "must be >= 2"),
+        (["--rollout.group-size", "1"], "set it to at least 2"),
         (["--model.dtype", "float16"], "bfloat16"),
         (["--model.lora-linears", "q_proj"], "q_proj, but model.lora_rank is 0"),
         (["--model.remat", "some"], "offload"),
@@ -127,6 +127,10 @@ def test_unknown_key_of_a_file_is_answered_with_the_right_one(tmp_path):
         (
             ["--algorithm.preset", "best_of_n", "--algorithm.keep-best", "9"],
             "algorithm.keep_best is 9, but a group has only rollout.group_size = 8",
+        ),
+        (
+            ["--rollout.group-size", "1"],
+            "centred compares the episodes of a group: set it to at least 2",
         ),
         (["--learner.deterministic"], "Set rollout.max_lag 0 too"),
         (["--mesh.engine-devices", "2"], "set it to 1, or to 0"),
@@ -274,6 +278,7 @@ def test_a_setting_without_an_effect_on_what_is_learnt_is_remarked_on(capsys, ar
         ("--algorithm.clip-high", "0.3", "--learner.epochs", "2"),
         ("--algorithm.clip-high", "0.3", "--algorithm.correction", "off"),
         ("--algorithm.preset", "dppo", "--algorithm.clip-high", "0.3"),
+        ("--algorithm.preset", "ppo", "--rollout.group-size", "1"),
         ("--algorithm.preset", "best_of_n", "--algorithm.keep-best", "8"),
         ("--learner.reference-on-host", "--algorithm.kl-coef", "0.1"),
         ("--model.lora-rank", "4", "--model.lora-alpha", "16"),

@@ -135,3 +135,13 @@ def test_what_environments_say_of_their_episodes_is_averaged_over_those_that_do(
         "env/mended": 0.5,
         "env/kept": 3.0,
     }
+
+
+def test_rewards_have_a_latency_where_something_gives_them() -> None:
+    statistics = StepStatistics()
+    for seconds in (0.1, 0.2, 0.6):
+        statistics.scored(seconds)
+    statistics.add(group(1, 1))
+    assert statistics.metrics()["latency/reward_p50_s"] == 0.2
+    statistics.add(group(1, 1))
+    assert "latency/reward_p50_s" not in statistics.metrics()

@@ -73,6 +73,12 @@ def check_together(config: TrainConfig) -> None:
             f"{algorithm.preset}, which plays its episodes and reads no files. Set algorithm.preset sft to "
             "imitate them, or empty supervised.files (--supervised.files with nothing after it)."
         )
+    if config.rollout.group_size < 2 and algorithm.advantage not in ("gae", "constant"):
+        raise ConfigError(
+            f"rollout.group_size is {config.rollout.group_size}, but algorithm.advantage "
+            f"{algorithm.advantage} compares the episodes of a group: set it to at least 2. Only "
+            "ppo's values (advantage gae) do without."
+        )
     if algorithm.preset == "best_of_n" and algorithm.keep_best > config.rollout.group_size:
         raise ConfigError(
             f"algorithm.keep_best is {algorithm.keep_best}, but a group has only rollout.group_size = "

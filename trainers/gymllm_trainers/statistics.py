@@ -15,6 +15,11 @@ class StepStatistics:
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
+        self._scored_s: list[float] = []
+
+    def scored(self, seconds: float) -> None:
+        """Adds how long an episode's reward took, where a reward model gives it."""
+        self._scored_s.append(seconds)
 
     def add(self, group: Group) -> None:
         """Adds a group; zero-variance groups belong here too, or the reward would be biased."""
@@ -23,6 +28,7 @@ class StepStatistics:
     def metrics(self) -> dict[str, float]:
         """The numbers of the step; starts the next one. Empty without groups."""
         groups, self._groups = self._groups, []
+        scored_s, self._scored_s = self._scored_s, []
         if not groups:
             return {}
         episodes = [trajectory for group in groups for trajectory in group.trajectories]
@@ -70,10 +76,17 @@ class StepStatistics:
             ("env", [turn.env_s for turn in turns]),
             ("engine", [turn.engine_s for turn in turns]),
         ):
-            for percentile in (50, 95, 99):
-                value = float(np.percentile(seconds, percentile)) if seconds else 0.0
-                metrics[f"latency/{name}_p{percentile}_s"] = value
-        return metrics
+            metrics |= _percentiles(name, seconds)
+        return metrics | (_percentiles("reward", scored_s) if scored_s else {})
+
+
+def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    return {
+        f"latency/{name}_p{percentile}_s": float(np.percentile(seconds, percentile))
+        if seconds
+        else 0.0
+        for percentile in (50, 95, 99)
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

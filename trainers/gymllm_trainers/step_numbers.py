@@ -20,6 +20,8 @@ def engine_metrics(
         "engine/generated_per_s": (now.generated_tokens - before.generated_tokens) / seconds,
         "engine/prefilled_per_s": (now.prefill_tokens - before.prefill_tokens) / seconds,
         "engine/steps": float(now.steps - before.steps),
+        "engine/waiting": float(engine.waiting),
+        "engine/running": float(engine.running),
         "engine/padding_share": 1 - used / computed,
     }
 

@@ -248,6 +248,14 @@ async def _train(
         groups_per_step=config.learner.groups_per_step, max_lag=config.rollout.max_lag
     )
     start = position(session)
+    statistics = StepStatistics()
+
+    async def score(trajectories: list[Trajectory]) -> list[Trajectory]:
+        started = time.monotonic()
+        scored = await apply_rewards(trajectories, reward, config.reward)
+        statistics.scored(time.monotonic() - started)
+        return scored
+
     rollout = Rollout(
         pool=pool,
         team=team,
@@ -260,9 +268,7 @@ async def _train(
         first_index=start.next_task,
         again=start.again,
         settled=start.settled,
-        score_episode=None
-        if reward is None
-        else lambda trajectories: apply_rewards(trajectories, reward, config.reward),
+        score_episode=None if reward is None else score,
         on_trajectory=lambda trajectory: _keep_failed(session, learner.version + 1, trajectory),
     )
     engine.idle_cause = lambda: (
@@ -272,7 +278,6 @@ async def _train(
     progress = Progress(learner.state, TaskPosition.of(rollout))
     view.step, view.phase = learner.version, "training"
     session.display.phase("training")
-    statistics = StepStatistics()
     flat = FlatGroups(most=config.learner.max_flat_groups)
     async with closing(session, lambda: progress), rollout.stream() as groups:
         while learner.version < config.steps:
@@ -300,7 +305,9 @@ async def _train(
             clock.enter("update")
             metrics = await in_thread(learner.step)
             clock.enter("publish")
+            publishing = time.monotonic()
             await in_thread(lambda: engine.publish(learner.weights(), learner.version))
+            publish_s = time.monotonic() - publishing
             for group in pending:
                 rollout.settle(group.task, group.agent)
             gate.leave(len(pending))
@@ -313,6 +320,8 @@ async def _train(
                 **engine_metrics(engine, engine_before, seconds),
                 **rollout_metrics(rollout, gate, pool),
                 **time_metrics(session.timeline),
+                "learner/trained_per_s": metrics.get("trained_tokens", 0.0) / seconds,
+                "time/publish_s": publish_s,
                 "time/step_s": seconds,
             }
             session.files.metrics(step, numbers)

@@ -50,7 +50,7 @@ def test_the_table_of_metrics_is_what_a_learner_says(
         max_lag=2,
     )
     assert learner.add_group(_group())
-    table = PAGE.split("## Metrics", 1)[1].split("| | |", 1)[1]
+    table = PAGE.split("## Metrics", 1)[1].split("| | |", 1)[1].split("\n\n", 1)[0]
     named = set()
     for row in table.splitlines()[2:]:
         cell = row.split("|")[1]
