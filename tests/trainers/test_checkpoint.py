@@ -446,3 +446,30 @@ def test_other_programs_logging_is_left_alone(tmp_path, caplog):
 def test_too_few_to_keep_is_refused(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"{name} must be >= {value + 1 if value else 1}, got"):
         Checkpointer(tmp_path, **{name: value})
+
+
+def test_a_save_waits_for_one_that_another_thread_has_begun(tmp_path):
+    # At Ctrl-C the thread of a save is abandoned, and the last checkpoint comes from another one.
+    large = {"params": {"w": jnp.zeros((2048, 2048))}}
+    for step in range(1, 9):
+        saver = Checkpointer(tmp_path)
+        failures: list[BaseException] = []
+
+        def save(saver=saver, step=step, failures=failures):
+            try:
+                saver.save(step, large, {}, wait=False)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        while not (tmp_path / f".writing-{step}").exists() and thread.is_alive():
+            pass
+        saver.wait()
+        saver.save(step, large, {})
+        thread.join()
+        saver.wait()
+        assert not failures
+        assert saver.latest() == step
+        assert_same(saver.restore(step, large), large)
+    assert not list(tmp_path.glob(".writing-*"))

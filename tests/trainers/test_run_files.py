@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gymllm.task import Task
@@ -73,3 +75,18 @@ def test_page_says_how_many_of_all_episodes_it_holds(folder, count, said):
     files.close(draw=True)
     assert files.shown == said
     assert f"{said}; every one is in trajectories/" in folder.transcripts.read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_lines_of_a_step_wait_for_a_full_disk_while_later_ones_come(folder, capsys):
+    files = RunFiles(folder, CONFIG, Timeline(), resume_step=None)
+    folder.trajectories_file(1).parent.mkdir(exist_ok=True)
+    folder.trajectories_file(1).symlink_to("/dev/full")
+    for step in (1, 2, 3):
+        files.trajectories(step, [trajectory(step)])
+    said = capsys.readouterr().err
+    assert "waits in memory" in said
+    assert "lost" not in said
+    files.close(draw=False)
+    assert "1 lines of" in capsys.readouterr().err
+    assert folder.trajectories_file(3).read_text().count("\n") == 1

@@ -83,6 +83,8 @@ class Checkpointer:
         self._folder, self._keep = folder.absolute(), keep
         self._keep_best, self._best_metric, self._keep_every = keep_best, best_metric, keep_every
         self._writer: threading.Thread | None = None
+        # A thread that was abandoned at Ctrl-C may still be in a save when the last one comes.
+        self._lock = threading.RLock()
         self._failure: BaseException | None = None
         if not read_only and _first_process():
             for leftover in self._folder.glob(".writing-*"):
@@ -140,14 +142,27 @@ class Checkpointer:
         Raises:
             RunError: The disk is full, or can't be written; the checkpoints before are whole.
         """
+        with self._lock:
+            return self._save(step, arrays, state, metrics or {}, files or {}, wait=wait)
+
+    def _save(
+        self,
+        step: int,
+        arrays: Mapping[str, PyTree],
+        state: Mapping[str, Json],
+        metrics: Mapping[str, float],
+        files: Mapping[str, bytes],
+        *,
+        wait: bool,
+    ) -> Path:
         try:
             self.wait()
         except RunError as error:
             warn(str(error))
         texts = {
             "state.json": json.dumps(dict(state)).encode(),
-            "metrics.json": json.dumps(dict(metrics or {})).encode(),
-            **(files or {}),
+            "metrics.json": json.dumps(dict(metrics)).encode(),
+            **files,
         }
         writing = self._folder / f".writing-{step}"
         if _first_process():
@@ -205,14 +220,15 @@ class Checkpointer:
         Raises:
             RunError: It could not be written; the checkpoints before are whole.
         """
-        if self._writer is None:
-            return
-        self._writer.join()
-        self._writer = None
-        _meet("end")
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        with self._lock:
+            if self._writer is None:
+                return
+            self._writer.join()
+            self._writer = None
+            _meet("end")
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
 
     def close(self) -> None:
         """As `wait`: after it nothing of this object runs any more."""

@@ -18,6 +18,8 @@ from gymllm_trainers.run_folder import LineFile, RunFolder, warn
 
 SHOWN_TRAJECTORIES = 64
 """Latest episodes on the page of transcripts."""
+WAITING_BYTES = 64 * 2**20
+"""Lines of earlier steps that wait for a full disk, at most."""
 
 
 class RunFiles:
@@ -64,6 +66,8 @@ class RunFiles:
         self._latest: deque[Trajectory] = deque(maxlen=SHOWN_TRAJECTORIES)
         self._played = 0
         self._trajectories: tuple[int, LineFile] | None = None
+        self._waiting: list[LineFile] = []
+        """Of earlier steps, with lines that a full disk hasn't taken."""
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the numbers of a step."""
@@ -83,7 +87,9 @@ class RunFiles:
         Never raises: what can't be written is said, and nothing else is lost for it.
         """
         if self._trajectories is not None:
-            self._trajectories[1].close()
+            self._waiting.append(self._trajectories[1])
+        for file in self._waiting:
+            file.close()
         self._attempt("trace", lambda: write_perfetto(self._timeline, self.folder.trace))
         if draw:
             self._attempt(
@@ -109,9 +115,22 @@ class RunFiles:
     def _file(self, step: int) -> LineFile:
         if self._trajectories is None or self._trajectories[0] != step:
             if self._trajectories is not None:
-                self._trajectories[1].close()
+                self._waiting.append(self._trajectories[1])
+            self._close_what_is_whole()
             self._trajectories = (step, LineFile(self.folder.trajectories_file(step)))
         return self._trajectories[1]
+
+    def _close_what_is_whole(self) -> None:
+        kept: list[LineFile] = []
+        room = WAITING_BYTES
+        for file in reversed(self._waiting):  # the oldest are given up first
+            file.flush()
+            room -= file.waiting_bytes
+            if file.waiting and room >= 0:
+                kept.append(file)
+            else:
+                file.close()
+        self._waiting = kept[::-1]
 
     def _attempt(self, what: str, write: Callable[[], object]) -> None:
         try:

@@ -233,6 +233,19 @@ class LineFile:
         """Lines that the disk hasn't taken yet."""
         return len(self._waiting)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of these lines."""
+        return self._waiting_bytes
+
+    def flush(self) -> None:
+        """Tries what waits once more.
+
+        Raises:
+            OSError: The file can't be written for another reason than a full disk.
+        """
+        self._flush()
+
     def write(self, line: str) -> None:
         """Appends one line; the newline is added.
 

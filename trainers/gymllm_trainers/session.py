@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Session:
     """The line to the other processes, where there are some."""
     checkpoint_files: dict[str, bytes] = field(default_factory=dict[str, bytes])
     """What every checkpoint holds beside the state, once the model is loaded."""
+    saving: threading.RLock = field(default_factory=threading.RLock)
+    """Whoever saves has it: at Ctrl-C a thread that is abandoned may still be beginning a checkpoint."""
 
     @cached_property
     def checkpoints(self) -> Checkpointer | LeadingCheckpointer:
@@ -203,7 +206,8 @@ def _checkpoint(session: Session, progress: Progress, *, wait: bool = True) -> N
 def try_checkpoint(session: Session, progress: Progress) -> None:
     """A checkpoint on the way: it is written while the run goes on, which it does if it can't be, too."""
     try:
-        _checkpoint(session, progress, wait=False)
+        with session.saving:
+            _checkpoint(session, progress, wait=False)
     except LostError:  # that ends the run
         raise
     except RunError as error:
@@ -224,7 +228,12 @@ async def closing(session: Session, progress: Callable[[], Progress]) -> AsyncIt
         # Ctrl-C and errors come through here too: a cancelled task must still be able to save.
         with anyio.CancelScope(shield=True):
             session.timeline.clock("learner").enter("checkpoint")
-            await in_thread(lambda: _last_checkpoint(session, progress()))
+            await in_thread(lambda: _save_last(session, progress()))
+
+
+def _save_last(session: Session, progress: Progress) -> None:
+    with session.saving:
+        _last_checkpoint(session, progress)
 
 
 def _last_checkpoint(session: Session, progress: Progress) -> None:
