@@ -47,7 +47,7 @@ def main() -> None:
             elif section == "padding":
                 padding_rows(table, quick=quick)
             elif section == "prefix":
-                prefix_rows(table, arguments.model, quick=quick)
+                prefix_rows(table, quick=quick)
             elif section == "streaming":
                 streaming_rows(table, quick=quick)
             else:
