@@ -9,6 +9,8 @@ import contextlib
 import enum
 import os
 import pickle
+import socket
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from gymllm.errors import ConfigError, RunError
 
 LEADER = 0
 """The process that plays, and writes files."""
+_LATER_S = 60
+"""JAX waits for longer than we do: what it says is a stack trace."""
 PING_S = 5.0
 """How often a leader that has nothing to say looks whether the others are there."""
 _LEAST_BYTES = 1 << 16
@@ -89,7 +93,9 @@ def join_processes(config: ProcessConfig) -> int:
         How many there are.
 
     Raises:
-        RunError: The others didn't come in time, or can't be reached.
+        RunError: The coordinator's port is taken, or JAX gave up.
+        SystemExit: The others didn't come in time: JAX would end the process without a word of ours, so
+            that is said, and it ends with code 1.
     """
     _use_pathways()
     if not config.coordinator:
@@ -105,20 +111,57 @@ def join_processes(config: ProcessConfig) -> int:
             "num_processes": config.num_processes,
             "process_id": config.process_id,
         }
+        if config.process_id == LEADER:
+            _check_port(config.coordinator)
+    watch = threading.Timer(config.start_timeout_s, _give_up, [config])
+    watch.daemon = True
+    watch.start()
     try:
         jax.distributed.initialize(
             **explicit,
-            initialization_timeout=config.start_timeout_s,
+            initialization_timeout=config.start_timeout_s + _LATER_S,
             heartbeat_timeout_seconds=config.heartbeat_timeout_s,
             shutdown_timeout_seconds=config.heartbeat_timeout_s,
         )
     except (RuntimeError, ValueError) as problem:
-        raise RunError(
-            f"process {config.process_id} of {config.num_processes} couldn't join the others at "
-            f"{config.coordinator} within {config.start_timeout_s} s: {problem}. Start all of them, with the "
-            "same processes.coordinator and num_processes, and look whether the address can be reached."
-        ) from problem
+        raise RunError(f"{_alone(config)} ({problem})") from problem
+    finally:
+        watch.cancel()
     return jax.process_count()
+
+
+def _check_port(coordinator: str) -> None:
+    """Whether this process can listen there: JAX ends with a segmentation fault where it can't."""
+    port = int(coordinator.rpartition(":")[2])
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(("", port))
+        except OSError as error:
+            raise RunError(
+                f"process 0 can't listen on port {port} of processes.coordinator {coordinator}: "
+                f"{error.strerror}. Choose another port in every process, or end what listens there."
+            ) from error
+
+
+def _alone(config: ProcessConfig) -> str:
+    which = (
+        "this process"
+        if config.coordinator == "auto"
+        else f"process {config.process_id} of {config.num_processes}"
+    )
+    return (
+        f"{which} couldn't join the others at {config.coordinator} within {config.start_timeout_s} s. Start "
+        "all of them, each with a process_id of its own and the same processes.coordinator and "
+        "num_processes, and look whether the address can be reached."
+    )
+
+
+def _give_up(config: ProcessConfig) -> None:
+    """Ends this process: the call that waits for the others can't be interrupted."""
+    sys.stderr.write(f"gymllm: {_alone(config)}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _use_pathways() -> None:
