@@ -37,7 +37,7 @@ TINY = DecoderConfig(
 )
 STEPS, LEARNING_RATE = 5, 1e-3
 """Of streaming and meshes: a rate at which differences show."""
-ROW_TOKENS = (1280, 2048, 4096)
+ROW_TOKENS = (1536, 2048, 4096)
 """The first is about as long as the longest episode."""
 PADDING_GOAL, SHARING_GOAL = 0.05, 3.0
 
