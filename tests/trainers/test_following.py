@@ -183,6 +183,15 @@ def test_what_stops_the_leader_is_said_by_the_follower(starter: Starter) -> None
     assert "Traceback" not in leader.output + follower.output
 
 
+def test_a_reference_in_one_processs_memory_is_refused(starter: Starter) -> None:
+    kept = ("--algorithm.kl-coef", "0.1", "--learner.reference-on-host")
+    leader, follower = starter.two("--name", "r", *SMALL, *kept)
+    assert leader.end() == 2
+    assert follower.end() in (1, 2)
+    assert "needs all of the reference in one process, and there are 2" in leader.output
+    assert "Traceback" not in leader.output + follower.output
+
+
 # ------------------------------------------------------------------ what is trained
 
 

@@ -10,11 +10,13 @@ from functools import cached_property
 from typing import TypeAlias, cast
 
 import anyio
+import jax
 
-from gymllm.errors import RunError, UnknownNameError
+from gymllm.errors import ConfigError, RunError, UnknownNameError
 from gymllm.rollout import Rollout
 from gymllm.timeline import Timeline
 from gymllm_agents import Tokenizer
+from gymllm_trainers.algorithms.resolve import resolve
 from gymllm_trainers.checkpoint import Checkpointer, Json
 from gymllm_trainers.checkpoint_files import checkpoint_files
 from gymllm_trainers.config import TrainConfig, config_yaml
@@ -126,6 +128,18 @@ def make_learner(
         ConfigError: The mesh doesn't fit the devices, or settings don't go together.
         ModelError: The mesh doesn't fit the model, or the checkpoint can't be read.
     """
+    algorithm = resolve(config.algorithm, updates=config.learner.updates)
+    if (
+        config.learner.reference_on_host
+        and algorithm.needs_reference
+        and not config.model.lora_rank
+        and jax.process_count() > 1
+    ):
+        raise ConfigError(
+            f"learner.reference_on_host needs all of the reference in one process, and there are "
+            f"{jax.process_count()}, each with a part: leave it out (mesh.fsdp divides the reference as it "
+            "does the policy), or train adapters (model.lora_rank), whose base is the reference."
+        )
     mesh = open_mesh(config.mesh)
     row_tokens = config.learner.row_tokens or 2 * config.engine.context_length
     decoder = policy_decoder(config, model)
