@@ -10,7 +10,7 @@ or its heartbeat is missed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from gymllm.trajectory import Group
 from gymllm_trainers.checkpoint import Checkpointer, Json, PyTree
 from gymllm_trainers.learner import Learner, LearnerState
 from gymllm_trainers.models import Decoder
+from gymllm_trainers.models.sharding import abstract_state
 from gymllm_trainers.packing import TrainingSequence
 from gymllm_trainers.processes import (
     PING_S,
@@ -56,6 +57,8 @@ class LeadingLearner:
         """
         self.learner, self._mesh = learner, mesh
         self.leader = leader or Leader()
+        self._places: dict[str, NamedSharding] = {}
+        """Where each of the engine's parameters lies, by its path; empty: all on one device."""
 
     # ------------------------------------------------------------------ what happens everywhere
 
@@ -91,21 +94,38 @@ class LeadingLearner:
             return self.learner.step(flush=flush)
 
     def weights(self) -> Tree:
-        """As `Learner.weights`, whole, on one device of this process: what an engine here can take."""
+        """As `Learner.weights`, on devices of this process: where `serving` put them last."""
         with self.leader.call(Call.WEIGHTS):
-            return _gathered(self.learner.weights(), self._mesh)
+            return _gathered(self.learner.weights(), self._mesh, self._place)
 
-    def serving(self) -> Decoder:
-        """As `Learner.serving`, whole, on one device of this process."""
+    def serving(self, engine: Mesh | None = None) -> Decoder:
+        """As `Learner.serving`, on devices of this process: what an engine here can take.
+
+        Args:
+            engine: Divided over these; None: whole on the first one.
+
+        Raises:
+            ModelError: It can't be divided like that.
+        """
+        decoder = self.learner.serving()
+        # Before the others wait for a parameter.
+        self._places = {} if engine is None else _places(decoder, engine)
         with self.leader.call(Call.SERVING):
-            return _gathered_decoder(self.learner.serving(), self._mesh)
+            graph, state = nnx.split(decoder)
+            return nnx.merge(graph, _gathered(state, self._mesh, self._place))
 
     def policy(self) -> Decoder:
-        """As `Learner.policy`, in the host's memory: its parameters are gathered one by one, so that no
-        device must hold all of them."""
+        """As `Learner.policy`, in the host's memory."""
+        host = jax.local_devices(backend="cpu")[0]
         with self.leader.call(Call.POLICY):
             graph, state = nnx.split(self.learner.policy())
-            return nnx.merge(graph, _on_host(state, self._mesh, keep=True))
+            gathered = _gathered(
+                state, self._mesh, lambda _, leaf: jax.device_put(np.asarray(leaf), host)
+            )
+            return nnx.merge(graph, gathered)
+
+    def _place(self, path: str, leaf: jax.Array) -> jax.Array:
+        return jax.device_put(leaf, self._places.get(path) or jax.local_devices()[0])
 
     def end(self) -> None:
         """Lets the other processes go."""
@@ -251,11 +271,11 @@ def follow(learner: Learner, mesh: Mesh, checkpoints: Checkpointer | None = None
                     before = learner.state
                     learner.step(flush=argument)
                 case Call.WEIGHTS:
-                    _gathered(learner.weights(), mesh)
+                    _gathered(learner.weights(), mesh, _nothing)
                 case Call.SERVING:
-                    _gathered_decoder(learner.serving(), mesh)
+                    _gathered(nnx.split(learner.serving())[1], mesh, _nothing)
                 case Call.POLICY:
-                    _on_host(nnx.split(learner.policy())[1], mesh, keep=False)
+                    _gathered(nnx.split(learner.policy())[1], mesh, _nothing)
                 case Call.SAVE if checkpoints is not None:
                     # At Ctrl-C the leader saves what its last whole step left.
                     late = before is not None and before.version == argument
@@ -276,30 +296,35 @@ def _wait(checkpoints: Checkpointer) -> None:
         warn(str(error))  # whether the run goes on is the leader's to say
 
 
-def _gathered(tree: Tree, mesh: Mesh) -> Tree:
-    whole = NamedSharding(mesh, PartitionSpec())
+def _gathered(
+    tree: Tree, mesh: Mesh, keep: Callable[[str, jax.Array], jax.Array | None]
+) -> Tree:
+    """What `keep` makes of each parameter, given its path and all of it on one device.
+
+    One after the other, so that no device must hold the whole model. Every process calls it.
+    """
     # A program rather than device_put, which moves nothing between processes on a CPU.
-    with jax.set_mesh(mesh):
-        gathered = jax.jit(_same, out_shardings=whole)(tree)
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), gathered)
+    program = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def fetch(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array | None:
+        with jax.set_mesh(mesh):
+            whole = program(leaf)
+        kept = keep(jax.tree_util.keystr(path), whole.addressable_data(0))
+        # The next one is begun when this one's memory can be had again.
+        jax.block_until_ready((whole, kept))
+        return kept
+
+    return jax.tree_util.tree_map_with_path(fetch, tree)
 
 
-def _gathered_decoder(decoder: Decoder, mesh: Mesh) -> Decoder:
-    graph, state = nnx.split(decoder)
-    return nnx.merge(graph, _gathered(state, mesh))
+def _nothing(path: str, leaf: jax.Array) -> None:
+    """What a process without an engine keeps."""
 
 
-def _on_host(tree: Tree, mesh: Mesh, *, keep: bool) -> Tree:
-    """As `_gathered`, a leaf at a time, in the host's memory; where it isn't kept, None for each."""
-
-    host = jax.local_devices(backend="cpu")[0]
-
-    def fetch(leaf: jax.Array) -> jax.Array | None:
-        whole = _gathered(leaf, mesh)
-        return jax.device_put(np.asarray(whole), host) if keep else None
-
-    return jax.tree.map(fetch, tree)
+def _places(decoder: Decoder, mesh: Mesh) -> dict[str, NamedSharding]:
+    there = jax.tree_util.tree_leaves_with_path(abstract_state(decoder, mesh))
+    return {jax.tree_util.keystr(path): leaf.sharding for path, leaf in there}
 
 
-def _same(tree: Tree) -> Tree:
-    return tree
+def _same(leaf: jax.Array) -> jax.Array:
+    return leaf

@@ -34,6 +34,7 @@ from gymllm_trainers.models.sharding import (
     row_sharding,
     shard_decoder,
 )
+from gymllm_trainers.processes import LEADER
 
 if TYPE_CHECKING:
     from jaxlib._jax import Device
@@ -63,8 +64,8 @@ class MeshConfig:
     context: int = 1
     """Parts that the tokens of a row are divided into, for rows too long for one device."""
     engine_devices: int = 0
-    """Devices, the first ones, that the engine has to itself and the trainer leaves alone: engine.tensor
-    times engine.replicas. 0: the trainer uses them too."""
+    """Devices, the first ones of process 0, that the engine has to itself and the trainer leaves alone:
+    engine.tensor times engine.replicas. 0: the trainer uses them too."""
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
@@ -171,12 +172,21 @@ def split_devices(
     """The trainer's devices and those that are the engine's alone; all and none where `engine_devices` is 0.
 
     Raises:
-        ConfigError: The engine would leave none.
+        ConfigError: The engine would leave none, or none of process 0, which takes part in the training.
     """
     found = list(jax.devices() if devices is None else devices)
     count = config.engine_devices
     if not count:
         return found, []
+    leading = jax.local_devices(process_index=LEADER) if devices is None else found
+    if count >= len(leading) and len(leading) < len(found):
+        most = len(leading) - 1
+        lower = f"Set it to at most {most}, or to 0, " if most else "Set it to 0, "
+        raise ConfigError(
+            f"mesh.engine_devices is {count}, but process {LEADER}, where the engine is, has "
+            f"{_devices(len(leading))}, and every process must train on one at least. {lower}which trains on "
+            f"the engine's devices too; or start fewer processes with more devices each."
+        )
     if count >= len(found):
         most = len(found) - 1
         there = "there is only 1 device" if not most else f"there are only {len(found)} devices"
@@ -185,7 +195,8 @@ def split_devices(
             f"mesh.engine_devices is {count}, but {there}, and none would be left for training. {lower}which "
             "trains on the engine's devices too."
         )
-    return found[count:], found[:count]
+    own = leading[:count]
+    return [device for device in found if device not in own], own
 
 
 def check_mesh(mesh: AnyMesh, model: DecoderConfig, *, row_tokens: int) -> None:

@@ -28,12 +28,14 @@ from gymllm_trainers.checkpoint import Checkpointer
 from gymllm_trainers.compilation import use_compilation_cache
 from gymllm_trainers.config import TrainConfig, open_run_folder
 from gymllm_trainers.display import Display, RunView
+from gymllm_trainers.distributed import LeadingLearner
 from gymllm_trainers.engine import EmbeddedEngine, open_engine
+from gymllm_trainers.engine.replicas import engine_meshes
 from gymllm_trainers.flat_groups import FlatGroups
 from gymllm_trainers.following import begin, follow_run, led
 from gymllm_trainers.interrupt import Interrupt
 from gymllm_trainers.memory import keep_freed_memory
-from gymllm_trainers.mesh import on_one_device
+from gymllm_trainers.mesh import on_one_device, open_mesh
 from gymllm_trainers.models import LoadedModel
 from gymllm_trainers.players import (
     PlayerSettings,
@@ -81,6 +83,7 @@ def run(config: TrainConfig) -> None:
         load_function(config.reward.function)  # a mistake in it needn't wait for a model
     if join_processes(config.processes) == 1:
         return _run_leading(config, None)
+    open_mesh(config.mesh)  # every process refuses one that can't be, before it waits for the others
     if not is_leader():
         return follow_run(config)
     with led(Leader()) as leader:
@@ -338,8 +341,12 @@ async def _train(
 def _learner_and_engine(session: Session, model: LoadedModel) -> tuple[AnyLearner, EmbeddedEngine]:
     config = session.config
     learner = open_learner(session, model)
-    serving = learner.serving()
-    if learner.mesh is not None and config.engine.tensor * config.engine.replicas == 1:
+    meshes = engine_meshes(config.engine)
+    if isinstance(learner, LeadingLearner):
+        serving = learner.serving(meshes[0] if meshes else None)
+    else:
+        serving = learner.serving()
+    if learner.mesh is not None and not meshes:
         serving = on_one_device(serving)
     engine = open_engine(
         serving,

@@ -20,7 +20,7 @@ from gymllm_trainers.engine.config import EngineConfig
 from gymllm_trainers.engine.engine import EngineCounts, JaxEngine
 from gymllm_trainers.engine.tickets import Delta
 from gymllm_trainers.models.decoder import Decoder
-from gymllm_trainers.models.sharding import make_mesh, shard_decoder
+from gymllm_trainers.models.sharding import abstract_state, make_mesh
 
 Tree = Any
 """A pytree of arrays."""
@@ -75,8 +75,8 @@ def open_engine(
     Raises:
         ConfigError: There are not as many devices, or the model can't be divided like that.
     """
-    wanted, devices = config.tensor * config.replicas, jax.local_devices()
-    if wanted == 1:
+    meshes = engine_meshes(config)
+    if not meshes:
         return JaxEngine(
             decoder,
             config,
@@ -86,28 +86,41 @@ def open_engine(
             name=name,
             log=log,
         )
+    engines = [
+        JaxEngine(
+            _sharded(decoder, mesh),
+            config,
+            timeline=timeline,
+            tokenizer=tokenizer,
+            version=version,
+            name=f"{name}_{number}" if config.replicas > 1 else name,
+            mesh=mesh,
+            log=log,
+        )
+        for number, mesh in enumerate(meshes)
+    ]
+    return engines[0] if len(engines) == 1 else Replicas(engines)
+
+
+def engine_meshes(config: EngineConfig) -> list[Mesh]:
+    """The devices of each replica, the first ones of this process; empty where the engine is on just one.
+
+    Raises:
+        ConfigError: There are not as many devices.
+    """
+    wanted, devices = config.tensor * config.replicas, jax.local_devices()
+    if wanted == 1:
+        return []
     if wanted > len(devices):
+        has = "there are" if jax.process_count() == 1 else f"process {jax.process_index()} has"
         raise ConfigError(
             f"engine.tensor ({config.tensor}) times engine.replicas ({config.replicas}) is {wanted}, but "
-            f"there are {len(devices)} devices ({devices[0].platform}). Lower one of them."
+            f"{has} {len(devices)} devices ({devices[0].platform}). Lower one of them."
         )
-    engines: list[JaxEngine] = []
-    for number in range(config.replicas):
-        own = devices[number * config.tensor : (number + 1) * config.tensor]
-        mesh = make_mesh(fsdp=1, tensor=config.tensor, devices=own)
-        engines.append(
-            JaxEngine(
-                _sharded(decoder, mesh),
-                config,
-                timeline=timeline,
-                tokenizer=tokenizer,
-                version=version,
-                name=f"{name}_{number}" if config.replicas > 1 else name,
-                mesh=mesh,
-                log=log,
-            )
-        )
-    return engines[0] if len(engines) == 1 else Replicas(engines)
+    return [
+        make_mesh(fsdp=1, tensor=config.tensor, devices=devices[start : start + config.tensor])
+        for start in range(0, wanted, config.tensor)
+    ]
 
 
 class Replicas:
@@ -243,9 +256,12 @@ class Replicas:
 def _sharded(decoder: Decoder, mesh: Mesh) -> Decoder:
     """A decoder with the same parameters on the mesh; the one given stays where it is."""
     graph, state = nnx.split(decoder)
-    copy = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # with variables of its own
-    shard_decoder(copy, mesh)
-    return copy
+    placed = jax.tree.map(
+        lambda leaf, there: jax.device_put(leaf, there.sharding),
+        state,
+        abstract_state(decoder, mesh),
+    )
+    return nnx.merge(graph, placed)
 
 
 def _load(engine: JaxEngine) -> int:
