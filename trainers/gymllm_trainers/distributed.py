@@ -296,9 +296,7 @@ def _wait(checkpoints: Checkpointer) -> None:
         warn(str(error))  # whether the run goes on is the leader's to say
 
 
-def _gathered(
-    tree: Tree, mesh: Mesh, keep: Callable[[str, jax.Array], jax.Array | None]
-) -> Tree:
+def _gathered(tree: Tree, mesh: Mesh, keep: Callable[[str, jax.Array], jax.Array | None]) -> Tree:
     """What `keep` makes of each parameter, given its path and all of it on one device.
 
     One after the other, so that no device must hold the whole model. Every process calls it.

@@ -83,7 +83,8 @@ def run(config: TrainConfig) -> None:
         load_function(config.reward.function)  # a mistake in it needn't wait for a model
     if join_processes(config.processes) == 1:
         return _run_leading(config, None)
-    open_mesh(config.mesh)  # every process refuses one that can't be, before it waits for the others
+    # Every process refuses one that can't be, before it waits for the others.
+    open_mesh(config.mesh)
     if not is_leader():
         return follow_run(config)
     with led(Leader()) as leader:
